@@ -1,0 +1,48 @@
+"""The same two passes in torch operations, for every device, dtype and layout.
+
+On the CPU a block is worked on in pieces that fit the cache, so that no temporary grows with the block.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+PIECE = 1 << 18
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    if tensors[0].device.type == "cpu" and all(t.is_contiguous() for t in tensors):
+        yield from zip(*(t.view(-1).split(PIECE) for t in tensors), strict=True)
+    else:
+        yield tensors
+
+
+def _statistics(pseudo_gradient: Tensor, momentum: Tensor) -> Tensor:
+    parts = []
+    for u, m in _pieces(pseudo_gradient, momentum):
+        u, m = u.to(m.dtype).reshape(-1), m.reshape(-1)
+        parts.append(torch.stack([torch.dot(u, u), torch.dot(m, m), torch.dot(u, m)]).double())
+    return torch.stack(parts).sum(0) if parts else torch.zeros(3, dtype=torch.float64, device=momentum.device)
+
+
+def statistics(pseudo_gradients: Sequence[Tensor], momenta: Sequence[Tensor]) -> list[tuple[float, float, float]]:
+    """(u·u, m·m, u·m) of each block, with one transfer to the host for all of them."""
+    table = torch.stack([_statistics(u, m) for u, m in zip(pseudo_gradients, momenta, strict=True)])
+    return [(uu, mm, um) for uu, mm, um in table.tolist()]
+
+
+def update(
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    pseudo_gradients: Sequence[Tensor],
+    rules: Sequence[tuple[float, float, float, float, float]],
+) -> None:
+    """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
+    for parameter, momentum, pseudo_gradient, (a, b, lr, mu, gain) in zip(
+        parameters, momenta, pseudo_gradients, rules, strict=True
+    ):
+        for p, m, u in _pieces(parameter, momentum, pseudo_gradient):
+            g = torch.mul(u.to(m.dtype), a).add_(m, alpha=b)
+            m.mul_(mu).add_(g, alpha=gain)
+            p.add_(g.add_(m, alpha=mu), alpha=-lr)

@@ -1,0 +1,41 @@
+"""Nesterov's outer momentum: DiLoCo's synchronous rule, and its asynchronous use one arrival at a time.
+
+    G       = ρΔ            (synchronous: Δ̄, the mean over the workers)
+    m_{t+1} = μ m_t + G
+    θ_{t+1} = θ_t − η (G + μ m_{t+1})
+
+This is `torch.optim.SGD(nesterov=True)` to the letter, so torch's own function does it; `fused` chooses its implementation as there.
+"""
+
+from typing import Any
+
+from torch.optim.sgd import sgd
+
+from .optimizer import Block, OuterOptimizer, momentum_step, momentum_step_length
+
+
+class Nesterov(OuterOptimizer):
+    def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, fused: bool | None = None) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "fused": fused})
+
+    def _apply(self, blocks: list[Block]) -> list[float]:
+        mixed = [x for x in blocks if x.parameter.dtype != x.momentum.dtype]
+        momentum_step(mixed, [1.0] * len(mixed))  # torch's SGD keeps no float32 momentum for half-precision parameters
+        for group in self.param_groups:
+            self._sgd([x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype], group)
+        return [momentum_step_length(block, 1.0) for block in blocks]
+
+    def _sgd(self, blocks: list[Block], group: dict[str, Any]) -> None:
+        weighted = [x.pseudo_gradient if x.a == 1 else x.pseudo_gradient * x.a for x in blocks]
+        sgd(
+            [x.parameter for x in blocks],
+            [g.to(x.parameter.dtype) for g, x in zip(weighted, blocks, strict=True)],
+            [x.momentum for x in blocks],
+            fused=group["fused"],
+            weight_decay=0.0,
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["momentum"] > 0,  # torch's word for it: without momentum there is nothing to look ahead with
+            maximize=False,
+        )
