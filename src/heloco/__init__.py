@@ -1,0 +1,73 @@
+"""HeLoCo: asynchronous low-communication training of one model on unequal machines with unequal data.
+
+    outer = heloco.HeLoCo(model.parameters(), lr=0.7, momentum=0.9)
+    result = heloco.simulate(method="heloco", paces=[1, 1, 6, 6, 6])
+
+Names are imported when they are first used, so that tools that only read a tape need no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "HeLoCo": "heloco.outer",
+    "MLA": "heloco.outer",
+    "Nesterov": "heloco.outer",
+    "DelayedNesterov": "heloco.outer",
+    "OuterOptimizer": "heloco.outer",
+    "Correction": "heloco.outer",
+    "Outcome": "heloco.outer",
+    "NotFinite": "heloco.outer",
+    "correct": "heloco.outer",
+    "examine": "heloco.outer",
+    "METHODS": "heloco.methods",
+    "Round": "heloco.synchronizer",
+    "Contribution": "heloco.synchronizer",
+    "Arrival": "heloco.synchronizer",
+    "Synchronizer": "heloco.synchronizer",
+    "Simulation": "heloco.engine.simulation",
+    "simulate": "heloco.engine.simulate",
+    "Result": "heloco.engine.simulate",
+    "Task": "heloco.task",
+    "DatasetTask": "heloco.task.datasets",
+    "UserError": "heloco.errors",
+    "RunStopped": "heloco.errors",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+if TYPE_CHECKING:
+    from heloco.engine.simulate import Result as Result
+    from heloco.engine.simulate import simulate as simulate
+    from heloco.engine.simulation import Simulation as Simulation
+    from heloco.errors import RunStopped as RunStopped
+    from heloco.errors import UserError as UserError
+    from heloco.methods import METHODS as METHODS
+    from heloco.outer import MLA as MLA
+    from heloco.outer import Correction as Correction
+    from heloco.outer import DelayedNesterov as DelayedNesterov
+    from heloco.outer import HeLoCo as HeLoCo
+    from heloco.outer import Nesterov as Nesterov
+    from heloco.outer import NotFinite as NotFinite
+    from heloco.outer import Outcome as Outcome
+    from heloco.outer import OuterOptimizer as OuterOptimizer
+    from heloco.outer import correct as correct
+    from heloco.outer import examine as examine
+    from heloco.synchronizer import Arrival as Arrival
+    from heloco.synchronizer import Contribution as Contribution
+    from heloco.synchronizer import Round as Round
+    from heloco.synchronizer import Synchronizer as Synchronizer
+    from heloco.task import Task as Task
+    from heloco.task.datasets import DatasetTask as DatasetTask
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'heloco' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

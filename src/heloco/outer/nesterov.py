@@ -4,7 +4,7 @@
     m_{t+1} = μ m_t + G
     θ_{t+1} = θ_t − η (G + μ m_{t+1})
 
-This is `torch.optim.SGD(nesterov=True)` to the letter, so torch's own function does it; `fused` chooses its implementation as there.
+This is `torch.optim.SGD(nesterov=True)` to the letter, so torch's own function does it, `fused` or not as there.
 """
 
 from typing import Any

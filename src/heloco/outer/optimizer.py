@@ -78,9 +78,10 @@ class OuterOptimizer(Optimizer):
         for index, (uu, _, _) in enumerate(sums):
             if not math.isfinite(uu):
                 raise NotFinite(f"the pseudo-gradient of block {index} is not finite")
+        corrections = {id(group): self._correction(group) for group in self.param_groups}
         blocks, self.outcomes = [], []
         for (p, group), m, of_block in zip(found, momenta, sums, strict=True):
-            a, b, outcome = combine(*of_block, self._correction(group), weight)
+            a, b, outcome = combine(*of_block, corrections[id(group)], weight)
             blocks.append(Block(p, m, p.grad, group, a, b, of_block))
             self.outcomes.append(outcome)
         self.movements = self._apply(blocks)

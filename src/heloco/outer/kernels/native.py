@@ -15,6 +15,7 @@ from torch import Tensor
 
 SPAN = 1 << 16  # elements a thread takes at once; fixed, so that sums do not depend on the number of threads
 NAMES = {torch.float32: "f32", torch.float64: "f64"}
+PLAIN = (Tensor, torch.nn.Parameter)  # a subclass such as DTensor may have no memory of its own to point at
 
 Pointers = npt.NDArray[np.int64]
 
@@ -38,12 +39,13 @@ available = _library is not None
 
 def serves(*tensors: Tensor) -> bool:
     """Whether these tensors of one block can go through the compiled kernels."""
-    first = tensors[0]
-    return (
-        available
-        and first.dtype in NAMES
-        and all(t.device.type == "cpu" and t.dtype is first.dtype and t.is_contiguous() for t in tensors)
-    )
+    dtype = tensors[0].dtype
+    if not available or dtype not in NAMES:
+        return False
+    for t in tensors:  # asked of every block in every step: the quickest way to say it counts
+        if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cpu or not t.is_contiguous():
+            return False
+    return True
 
 
 class _Spans:
@@ -74,7 +76,7 @@ def statistics(pseudo_gradients: Sequence[Tensor], momenta: Sequence[Tensor]) ->
     parts = np.zeros((len(spans.block), 3))
     u, m = spans.pointers(pseudo_gradients), spans.pointers(momenta)
     _call("statistics", momenta[0].dtype, u, m, spans.length, spans=len(spans.block), last=parts)
-    return [(float(uu), float(mm), float(um)) for uu, mm, um in np.add.reduceat(parts, spans.first)]
+    return [(uu, mm, um) for uu, mm, um in np.add.reduceat(parts, spans.first).tolist()]
 
 
 def update(

@@ -13,7 +13,7 @@ PIECE = 1 << 18
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     if tensors[0].device.type == "cpu" and all(t.is_contiguous() for t in tensors):
-        yield from zip(*(t.view(-1).split(PIECE) for t in tensors), strict=True)
+        yield from zip(*(torch.split(t.view(-1), PIECE) for t in tensors), strict=True)
     else:
         yield tensors
 

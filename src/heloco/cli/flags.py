@@ -1,0 +1,101 @@
+"""One flag per field of a run's config, with its docstring as help; unknown flags are answered with the nearest name."""
+
+import argparse
+import ast
+import inspect
+import sys
+import textwrap
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from heloco.errors import UserError, nearest
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with whole sentences for what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
+
+    def parse_all(self, arguments: list[str]) -> argparse.Namespace:
+        """Like parse_args, but an unknown option is answered with the nearest one of the command."""
+        parsed, unknown = self.parse_known_args(arguments)
+        if unknown:
+            command: Parser = getattr(parsed, "parser", self)
+            known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+            word = unknown[0].split("=")[0]
+            if word.startswith("-"):
+                raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, known)}")
+            raise UserError(f"`{command.prog}` does not know what to do with {word!r}: see `{command.prog} --help`.")
+        return parsed
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The string under each field of a dataclass."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    docs, name = {}, None
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+        elif name and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docs[name] = " ".join(node.value.value.split())
+            name = None
+    return docs
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    from dataclasses import fields
+
+    from heloco.run.config import SECTIONS, RunConfig
+
+    defaults = RunConfig()
+    for section, kind in SECTIONS.items():
+        group = parser.add_argument_group(section)
+        hints, docs = get_type_hints(kind), field_docs(kind)
+        for field in fields(kind):
+            default = getattr(getattr(defaults, section), field.name)
+            shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
+            group.add_argument(
+                f"--{field.name.replace('_', '-')}",
+                dest=f"config.{field.name}",
+                metavar=_metavar(hints[field.name]),
+                default=argparse.SUPPRESS,
+                nargs="?" if _is_bool(hints[field.name]) else None,
+                const="true" if _is_bool(hints[field.name]) else None,
+                help=(docs.get(field.name, "") + shown).replace("%", "%%"),
+            )
+
+
+def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The config fields that were set by flags."""
+    return {key.removeprefix("config."): value for key, value in vars(parsed).items() if key.startswith("config.")}
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, list):
+        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
+    return str(default).lower() if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _is_bool(hint: Any) -> bool:
+    return hint is bool or bool in get_args(hint)
+
+
+def _metavar(hint: Any) -> str:
+    for option in (hint, *get_args(hint)):
+        if type(option) is not type and get_origin(option) is not None and "Literal" in str(get_origin(option)):
+            return "{" + ",".join(map(str, get_args(option))) + "}"
+    if get_origin(hint) is list:
+        return "X,X,…"
+    names = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
+    return next((names[option] for option in (hint, *get_args(hint)) if option in names), "TEXT")
+
+
+def wants_help(arguments: list[str]) -> bool:
+    return not arguments or arguments[0] in ("-h", "--help")
+
+
+def fail(message: str) -> int:
+    """A sentence on stderr, exit code 2."""
+    print(f"heloco: {message}", file=sys.stderr)
+    return 2

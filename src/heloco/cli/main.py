@@ -1,0 +1,278 @@
+"""`heloco`: the commands and what they print."""
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
+from heloco.errors import RunStopped, UserError
+
+if TYPE_CHECKING:
+    from heloco.engine.local import LocalRun
+    from heloco.run import RunConfig, RunFolder
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    try:
+        parsed = parser().parse_all(arguments)
+        command: Callable[[argparse.Namespace], int] = parsed.command
+        return command(parsed)
+    except (UserError, RunStopped) as error:
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return fail("interrupted.") and 130
+    except BrokenPipeError:  # somebody closed the pipe we print to, as `head` does
+        sys.stderr.close()
+        return 0
+
+
+def parser() -> Parser:
+    top = Parser(prog="heloco", description="Asynchronous low-communication training on unequal machines with unequal data.")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Parser:
+        made: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        made.set_defaults(command=command, parser=made)
+        return made
+
+    made = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
+    made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
+    made.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
+    made.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    add_config_flags(made)
+
+    made = add("resume", resume, "Go on with a run that was stopped or killed.")
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+
+    made = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
+    made.add_argument("--json", action="store_true", help="print JSON")
+
+    made = add("export", export, "Write a run's model as safetensors.")
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("--out", type=Path, metavar="FILE", help="[RUN/model.safetensors]")
+
+    made = add("schedule", schedule, "Who would arrive when, without training.")
+    made.add_argument("--paces", metavar="X,X,…", default="1,1,6,6,6", help="seconds per inner step of each worker [1,1,6,6,6]")
+    made.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
+    made.add_argument("--inner-steps", metavar="N", default="20", help="H, the inner steps of a round [20]")
+    made.add_argument("--arrivals", metavar="N", default="60", help="how many arrivals [60]")
+    made.add_argument("--method", metavar="NAME", default="heloco", help="only whether it waits for all matters [heloco]")
+    made.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
+    made.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
+    made.add_argument("--events", action="store_true", help="list every arrival")
+    made.add_argument("--json", action="store_true", help="print JSON")
+
+    made = add("methods", methods, "The outer methods: equations and knobs.")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    return top
+
+
+# ---- train and resume
+
+
+def train(parsed: argparse.Namespace) -> int:
+    from heloco.engine.build import build_task
+    from heloco.engine.local import LocalRun, describe
+    from heloco.errors import nearest
+    from heloco.run import RunConfig, RunFolder, next_free, resolve, with_fields
+    from heloco.run.config import RECIPES, read_toml
+
+    if parsed.recipe not in RECIPES:
+        raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
+    values = RECIPES[parsed.recipe] | (read_toml(parsed.config) if parsed.config else {}) | given_fields(parsed)
+    config = resolve(with_fields(RunConfig(), values))
+    path: Path = parsed.out or next_free(Path("runs"), config.outer.method)
+    RunFolder.check_free(path)
+    with preparing() as progress:
+        task, config = build_task(config, progress)
+    local = LocalRun(task, config)
+    meta = describe(task, config, local.model)
+    local.folder = RunFolder.create(path, config, meta)
+    local.folder.start_writing(0, 0)
+    return carry_out(local, local.folder, meta)
+
+
+def resume(parsed: argparse.Namespace) -> int:
+    import torch
+
+    from heloco.engine.local import LocalRun
+    from heloco.run import RunFolder
+
+    folder = RunFolder.open(parsed.folder)
+    config, meta = folder.config(), folder.meta()
+    loaded = folder.load_latest()
+    if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
+        print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
+        return 0
+    torch.set_num_threads(meta["threads"])  # sums depend on it, to the bit
+    local = LocalRun(rebuild_task(config, parsed.data), config, folder=folder)
+    state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
+    if loaded:
+        state, tensors = loaded
+        local.load(state, tensors)
+    folder.start_writing(state["tape_bytes"], state["evals_bytes"])
+    print(f"Resuming {folder.path} at arrival {local.synchronizer.arrivals} of {config.run.arrivals}.", flush=True)
+    return carry_out(local, folder, meta)
+
+
+def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
+    """The task of a run; its text taken from `data` where that is given, from the run's own sources or from `languages` of it."""
+    from dataclasses import replace
+
+    from heloco.engine.build import build_task
+
+    if data is not None:
+        picked = config.data.languages if languages is None else languages
+        config = replace(config, data=replace(config.data, data=data, languages=picked))
+    with preparing() as progress:
+        return build_task(config, progress)[0]
+
+
+def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any]) -> int:
+    """Runs to the end or to a signal; prints what came out."""
+    from rich.console import Console
+
+    from heloco.engine.local import StopRequested
+    from heloco.report.summary import summarize
+    from heloco.report.terminal import Progress, showing, tables
+    from heloco.run.folder import EVALS, TAPE
+    from heloco.run.lines import read_lines
+
+    console = Console()
+    summary = summarize(meta, read_lines(folder.path / TAPE), read_lines(folder.path / EVALS))
+    caught: list[int] = []
+
+    def stop(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+        local.stop_requested = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with showing(Progress(summary, local.config.run.arrivals, console)) as progress:
+            local.observers.append(progress)
+            local.run()
+    except StopRequested:
+        console.print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
+        return 128 + caught[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        folder.close()
+    for table in tables(summary):
+        console.print(table)
+    console.print(f"The run's folder: [b]{folder.path}[/]")
+    return 0
+
+
+def preparing() -> Any:
+    from heloco.task.corpus import rich_progress
+
+    return rich_progress()
+
+
+# ---- a run's model
+
+
+def evaluate(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from heloco.engine.build import load_model, pick_device
+    from heloco.report.terminal import scores_table
+    from heloco.run import RunFolder
+    from heloco.task import mean_scores
+
+    folder = RunFolder.open(parsed.folder)
+    config = folder.config()
+    state, tensors = folder.load_model()
+    task = rebuild_task(config, parsed.data, languages=[])
+    scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
+    line = {"arrival": state["arrival"], "mean": mean_scores(scores), "scores": scores}
+    if parsed.json:
+        print(json.dumps(line, indent=1))
+    else:
+        Console().print(scores_table(None, line))
+    return 0
+
+
+def export(parsed: argparse.Namespace) -> int:
+    from heloco.run import RunFolder
+    from heloco.run.export import export_model
+
+    folder = RunFolder.open(parsed.folder)
+    out = parsed.out or folder.path / "model.safetensors"
+    count = export_model(folder, out)
+    print(f"Wrote {count:,} parameters to {out}.")
+    return 0
+
+
+# ---- without training
+
+
+def schedule(parsed: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from heloco.engine.schedule import schedule as arrivals_of
+    from heloco.engine.schedule import summarize
+    from heloco.methods import get_method
+    from heloco.policy import inner_steps
+    from heloco.report.terminal import schedule_table
+    from heloco.run import RunConfig, resolve, with_fields
+
+    names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace_s")
+    config = resolve(with_fields(RunConfig(), {name: getattr(parsed, name) for name in names}))
+    workers = config.workers
+    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
+    events = arrivals_of(
+        paces_s=workers.paces,
+        inner_steps=steps,
+        arrivals=config.run.arrivals,
+        barrier=get_method(config.outer.method).barrier,
+        grace_s=workers.grace_s,
+    )
+    listed: list[dict[str, Any]] = []
+    if parsed.events:
+        kept = list(events)
+        events = iter(kept)
+        listed = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in kept]
+    time_s, shares = summarize(events, steps)
+    table = [asdict(share) for share in shares]
+    if parsed.json:
+        print(json.dumps({"time_s": time_s, "workers": table} | ({"events": listed} if parsed.events else {})))
+        return 0
+    for event in listed:
+        print(f"{event['time_s']:>12g} s  worker {event['worker']}  version {event['version']}  staleness {event['staleness']}")
+    Console().print(schedule_table(time_s, table, workers.paces))
+    return 0
+
+
+def methods(parsed: argparse.Namespace) -> int:
+    from heloco.methods import METHODS
+
+    described: list[dict[str, Any]] = [
+        {
+            "name": m.name, "about": m.about, "equation": m.equation, "rule": m.rule.__name__,
+            "weight": m.weight, "barrier": m.barrier, "knobs": m.knobs(),
+        }
+        for m in METHODS.values()
+    ]  # fmt: skip
+    if parsed.json:
+        print(json.dumps(described, indent=1, ensure_ascii=False))
+        return 0
+    for method in described:
+        knobs = ", ".join(f"{name}={value}" for name, value in method["knobs"].items() if value is not None)
+        print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
+        print(f"    ρ: {method['weight']}   knobs: {knobs}\n")
+    return 0

@@ -1,0 +1,119 @@
+"""From a config to the objects of a run."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heloco.errors import UserError
+from heloco.inner import SequentialInner
+from heloco.ledger import Ledger
+from heloco.methods import get_method
+from heloco.policy import Drop, inner_steps, make_choice, make_weight
+from heloco.run.config import RunConfig, outer_knobs, weight_options
+from heloco.synchronizer import Synchronizer
+from heloco.task import Task
+
+
+def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig]:
+    """The task, and the config with what only the data could tell: sources, vocabulary, absolute paths."""
+    data, model, seed = config.data, config.model, config.run.seed
+    if data.task == "images":
+        from heloco.task.images import ImagesTask
+
+        return ImagesTask(seed=seed), config
+    from heloco.task.corpus import prepare, split
+    from heloco.task.gpt import preset
+    from heloco.task.language import LanguageTask
+
+    corpus = prepare(
+        data.data,
+        data.tokenizer,
+        languages=data.languages or None,
+        limit_bytes=round(data.limit_mb * 1e6) if data.data.startswith("hf:") else None,
+        field=data.field,
+        progress=progress,
+    )
+    shards = split(corpus, how=data.split, shards=len(config.workers.paces), context=model.context, alpha=data.alpha, seed=seed)
+    vocab_size = model.vocab_size or corpus.vocab_size
+    gpt = preset(
+        model.preset,
+        width=model.width,
+        layers=model.layers,
+        heads=model.heads,
+        context=model.context,
+        vocab_size=vocab_size,
+    )
+    task = LanguageTask(corpus, shards, gpt, context=model.context, seed=seed, eval_windows=model.eval_windows)
+    effective = replace(
+        config,
+        data=replace(
+            data,
+            data=_absolute(data.data),
+            tokenizer=_absolute(data.tokenizer),
+            languages=[source.name for source in corpus.sources],
+        ),
+        model=replace(model, vocab_size=vocab_size),
+    )
+    return task, effective
+
+
+def _absolute(name: str) -> str:
+    """A path that holds from any folder; names such as builtin, gpt2 or hf:… stay."""
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
+
+
+@dataclass(frozen=True)
+class Parts:
+    model: nn.Module
+    """The outer model: its parameters are the ones the outer rule moves."""
+    synchronizer: Synchronizer
+    inner: SequentialInner
+    device: torch.device
+
+
+def build_parts(task: Task, config: RunConfig) -> Parts:
+    workers, outer = config.workers, config.outer
+    device = pick_device(config.run.device)
+    choose = make_choice(workers.assign, workers=len(workers.paces), shards=len(task.shards), seed=config.run.seed)
+    method = get_method(outer.method)
+    model = task.build_model().to(device)
+    synchronizer = Synchronizer(
+        method.build(model.parameters(), workers=len(workers.paces), **outer_knobs(outer)),
+        inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
+        windows_per_step=config.inner.windows_per_step,
+        ledger=Ledger([shard.windows for shard in task.shards]),
+        choose_shard=choose,
+        weight=make_weight(outer.weight or method.weight, **weight_options(outer)),
+        drop=Drop(outer.drop, outer.drop_above),
+        barrier=method.barrier,
+        buffers=list(model.buffers()),
+    )
+    inner = SequentialInner(task, config.inner, seed=config.run.seed, device=device)
+    return Parts(model, synchronizer, inner, device)
+
+
+@torch.no_grad()
+def load_model(task: Task, tensors: dict[str, Tensor], device: torch.device) -> nn.Module:
+    """The task's model with a checkpoint's outer parameters and buffers."""
+    model = task.build_model().to(device)
+    for kind, ours in (("parameter", model.parameters()), ("buffer", model.buffers())):
+        for i, tensor in enumerate(ours):
+            kept = tensors.get(f"{kind}.{i}")
+            if kept is None or kept.shape != tensor.shape:
+                raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
+            tensor.copy_(kept)
+    return model
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"The device {name!r} cannot be used here ({str(error).splitlines()[0]}): try --device cpu.") from error
+    return device

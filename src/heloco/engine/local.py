@@ -1,0 +1,201 @@
+"""A run on this machine: the virtual clock drives the synchronizer, and each round is computed when its arrival is due."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import heloco
+from heloco.engine.build import build_parts
+from heloco.engine.simulation import NS, Simulation
+from heloco.errors import RunStopped, UserError
+from heloco.run import RunConfig, RunFolder
+from heloco.run.tape import record
+from heloco.synchronizer import Arrival, Contribution
+from heloco.task import Task, mean_scores
+
+
+class StopRequested(Exception):
+    """Somebody asked the run to stop: it is checkpointed and can be resumed."""
+
+
+class Observer(Protocol):
+    """Whoever looks on: a progress display, a collector."""
+
+    def arrived(self, line: dict[str, Any]) -> None: ...
+    def evaluated(self, line: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class Collector:
+    """Keeps the tape and the evaluations in memory."""
+
+    tape: list[dict[str, Any]] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+
+    def arrived(self, line: dict[str, Any]) -> None:
+        self.tape.append(line)
+
+    def evaluated(self, line: dict[str, Any]) -> None:
+        self.evals.append(line)
+
+
+def describe(task: Task, config: RunConfig, model: nn.Module) -> dict[str, Any]:
+    """run.json: what the tape's numbers refer to."""
+    return {
+        "format": 1,
+        "heloco": heloco.__version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "method": config.outer.method,
+        "paces": config.workers.paces,
+        "unit": task.unit,
+        "task_digest": task.digest,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "shards": [{"name": shard.name, "windows": shard.windows} for shard in task.shards],
+        "blocks": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
+        "buffers": [name for name, _ in model.named_buffers()],
+    }
+
+
+class LocalRun:
+    """`config` must be resolved. Without a folder nothing is written."""
+
+    def __init__(
+        self, task: Task, config: RunConfig, *, folder: RunFolder | None = None, observers: list[Observer] | None = None
+    ) -> None:
+        self.task = task
+        self.config = config
+        self.folder = folder
+        self.observers = observers or []
+        self.stop_requested = False
+        parts = build_parts(task, config)
+        self.model, self.synchronizer, self.inner = parts.model, parts.synchronizer, parts.inner
+        self.inner.before_step = self._heed_stop
+        self.simulation = Simulation(
+            self.synchronizer, paces_s=config.workers.paces, arrivals=config.run.arrivals, grace_s=config.workers.grace_s
+        )
+        self.units = 0
+        self._evaluated_at = -1
+        self._saved_at = -1
+
+    # ---- running
+
+    def run(self) -> None:
+        """To the end, or until a stop is requested (then `StopRequested`, after a checkpoint)."""
+        settings = self.config.run
+        try:
+            if self.synchronizer.arrivals == 0 and self._evaluated_at < 0:
+                self._evaluate()
+                self._save()
+            while not self.simulation.finished:
+                self._heed_stop()
+                if (arrived := self.simulation.advance()) is None:
+                    self.simulation.give(self.inner.run([self.simulation.next_needed()])[0])
+                    continue
+                self._take_in(*arrived)
+                if arrived[0].verdict != "refused":
+                    self._evaluate_if(_due(self.synchronizer.arrivals, settings.eval_every))
+                    self._save_if(_due(self.synchronizer.arrivals, settings.checkpoint_every))
+            self._evaluate_if(True)
+            self._save_if(True)
+        except StopRequested:
+            self._save_if(True)
+            raise
+
+    def _heed_stop(self) -> None:
+        if self.stop_requested:
+            raise StopRequested
+
+    def _take_in(self, arrival: Arrival, contribution: Contribution) -> None:
+        self.units += contribution.units if arrival.verdict != "refused" else 0
+        start_s = self.simulation.started_ns[arrival.worker] / NS
+        line = record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s)
+        if self.folder is not None:
+            self.folder.write_arrival(line)
+        for observer in self.observers:
+            observer.arrived(line)
+        if self.synchronizer.refused_in_a_row >= self.config.run.max_refusals:
+            self._save()
+            where = f" What was done until then is in {self.folder.path}." if self.folder else ""
+            raise RunStopped(
+                f"{self.synchronizer.refused_in_a_row} contributions in a row were refused, the last one (worker {arrival.worker}) "
+                f"because {arrival.reason}. The training diverges: lower --lr or --outer-lr, or clip with --clip.{where}"
+            )
+
+    def _evaluate_if(self, due: bool) -> None:
+        if due and self._evaluated_at != self.synchronizer.arrivals:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        scores = self.evaluate()
+        line = {
+            "arrival": self.synchronizer.arrivals,
+            "outer_step": self.synchronizer.outer_step,
+            "time_s": self.simulation.now_s,
+            "inner_steps": self.synchronizer.steps_accepted,
+            "units": self.units,
+            "mean": _finite(mean_scores(scores)),
+            "scores": {name: _finite(measures) for name, measures in scores.items()},
+        }
+        self._evaluated_at = self.synchronizer.arrivals
+        if self.folder is not None:
+            self.folder.write_eval(line)
+        for observer in self.observers:
+            observer.evaluated(line)
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """The scores of the outer model as it stands."""
+        for ours, kept in zip(self.model.buffers(), self.synchronizer.buffers, strict=True):
+            ours.copy_(kept)
+        return self.task.evaluate(self.model)
+
+    # ---- state
+
+    def _save_if(self, due: bool) -> None:
+        if due and self._saved_at != self.synchronizer.arrivals:
+            self._save()
+
+    def _save(self) -> None:
+        if self.folder is None:
+            return
+        synchronizer, simulation = self.synchronizer.state_dict(), self.simulation.state_dict()
+        state = {
+            "config_digest": self.config.digest(),
+            "task_digest": self.task.digest,
+            "books": synchronizer["books"],
+            "clock": simulation["clock"],
+            "units": self.units,
+            "evaluated_at": self._evaluated_at,
+        }
+        self.folder.save_checkpoint(self.synchronizer.arrivals, state, synchronizer["tensors"] | simulation["tensors"])
+        self._saved_at = self.synchronizer.arrivals
+
+    def load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Takes up a checkpoint; refuses one of another config or other data."""
+        if state["config_digest"] != self.config.digest():
+            raise UserError(
+                "The run's config is not the one its checkpoint was made with: restore config.toml, or start a new run with "
+                "`heloco train --config`."
+            )
+        if state["task_digest"] != self.task.digest:
+            raise UserError(
+                "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
+            )
+        device = next(self.model.parameters()).device
+        tensors = {name: t.to(device) for name, t in tensors.items()}
+        self.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
+        self.simulation.load_state_dict({"clock": state["clock"], "tensors": tensors})
+        self.units, self._evaluated_at = state["units"], state["evaluated_at"]
+        self._saved_at = self.synchronizer.arrivals
+
+
+def _due(arrivals: int, every: int) -> bool:
+    return every > 0 and arrivals % every == 0
+
+
+def _finite(measures: dict[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in measures.items()}

@@ -1,0 +1,62 @@
+"""Who arrives when, without training: the synchronizer's books and the virtual clock alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from heloco.engine.simulation import Simulation
+from heloco.ledger import Ledger
+from heloco.policy import make_choice, make_weight
+from heloco.synchronizer import Arrival, Contribution, Synchronizer
+
+ENDLESS = 1 << 62
+
+
+@dataclass(slots=True)
+class WorkerShare:
+    """One worker's part in a schedule."""
+
+    inner_steps: int
+    arrivals: int = 0
+    share: float = 0.0
+    mean_staleness: float = 0.0
+    max_staleness: int = 0
+
+
+def schedule(
+    *, paces_s: Sequence[float], inner_steps: Sequence[int], arrivals: int, barrier: bool = False, grace_s: float = 0.0
+) -> Iterator[tuple[float, Arrival]]:
+    """(virtual time in seconds, arrival) of each arrival in order."""
+    workers = len(paces_s)
+    synchronizer = Synchronizer(
+        None,
+        inner_steps=inner_steps,
+        windows_per_step=1,
+        ledger=Ledger([ENDLESS] * workers),
+        choose_shard=make_choice("fixed", workers=workers, shards=workers, seed=0),
+        weight=make_weight("average"),
+        barrier=barrier,
+    )
+    simulation = Simulation(synchronizer, paces_s=paces_s, arrivals=arrivals, grace_s=grace_s)
+    while not simulation.finished:
+        if (arrived := simulation.advance()) is not None:
+            yield simulation.now_s, arrived[0]
+        else:
+            under_way = simulation.next_needed()
+            simulation.give(Contribution(under_way.worker, under_way.index, under_way.version))
+
+
+def summarize(events: Iterator[tuple[float, Arrival]], inner_steps: Sequence[int]) -> tuple[float, list[WorkerShare]]:
+    """(time of the last arrival, each worker's part), in constant memory."""
+    workers = [WorkerShare(steps) for steps in inner_steps]
+    last_s, total = 0.0, 0
+    for time_s, arrival in events:
+        last_s = time_s
+        worker = workers[arrival.worker]
+        worker.arrivals += 1
+        worker.mean_staleness += arrival.staleness
+        worker.max_staleness = max(worker.max_staleness, arrival.staleness)
+        total += 1
+    for worker in workers:
+        worker.share = worker.arrivals / total if total else 0.0
+        worker.mean_staleness = worker.mean_staleness / worker.arrivals if worker.arrivals else 0.0
+    return last_s, workers

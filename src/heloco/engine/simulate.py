@@ -1,0 +1,45 @@
+"""`heloco.simulate`: a simulation in one call, from Python."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from heloco.engine.build import build_task
+from heloco.engine.local import Collector, LocalRun
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.task import Task
+
+
+@dataclass(frozen=True)
+class Result:
+    model: nn.Module
+    """The outer model at the end."""
+    tape: list[dict[str, Any]]
+    """One record per arrival, as in tape.jsonl."""
+    evals: list[dict[str, Any]]
+    """One record per evaluation, as in evals.jsonl."""
+    config: RunConfig
+
+    @property
+    def loss(self) -> float | None:
+        """Mean validation loss at the end, over what the task evaluates."""
+        final: float | None = self.evals[-1]["mean"].get("loss")
+        return final
+
+
+def simulate(
+    task: Task | None = None, *, method: str = "heloco", paces: Sequence[float] = (1, 1, 6, 6, 6), **settings: Any
+) -> Result:
+    """Trains `task` (None: the one the settings describe, by default the built-in languages) with unequal workers under a virtual
+    clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, batch_size, outer_lr, …"""
+    config = resolve(with_fields(RunConfig(), {"method": method, "paces": list(paces), **settings}))
+    if task is None:
+        task, config = build_task(config)
+    collected = Collector()
+    run = LocalRun(task, config, observers=[collected])
+    run.run()
+    for ours, kept in zip(run.model.buffers(), run.synchronizer.buffers, strict=True):
+        ours.copy_(kept)
+    return Result(run.model, collected.tape, collected.evals, config)

@@ -1,0 +1,142 @@
+"""The virtual clock: what a cluster of unequal machines would do, event by event, in as little real time as the steps take.
+
+Time is counted in whole nanoseconds, so that two workers that finish together do so exactly. Events are ordered by (time,
+priority, worker): at one instant all arrivals come before any start, lower worker first. Five equal workers therefore have
+staleness 0, 1, 2, 3, 4. A grace period keeps that window open: after a first arrival nobody starts again for `grace_s`.
+
+A simulation computes nothing itself. It is asked for the rounds it needs and given their results, so that one loop can run a
+round at a time, or many simulations can share one device:
+
+    while not simulation.finished:
+        if (arrival := simulation.advance()) is None:          # the next arrival needs a result
+            simulation.give(inner.run([simulation.next_needed()])[0])
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
+
+NS = 1_000_000_000
+ARRIVE, START = 0, 1  # priorities within one instant
+
+
+class Simulation:
+    def __init__(self, synchronizer: Synchronizer, *, paces_s: Sequence[float], arrivals: int, grace_s: float = 0.0) -> None:
+        assert len(paces_s) == synchronizer.workers
+        self.synchronizer = synchronizer
+        self.budget = arrivals
+        self.now_ns = 0
+        self.started_ns = [0] * len(paces_s)
+        self.memory: list[dict[str, Tensor] | None] = [None] * len(paces_s)
+        self._pace_ns = [round(pace * NS) for pace in paces_s]
+        self._grace_ns = round(grace_s * NS)
+        self._window_end_ns = -1
+        self._events: list[tuple[int, int, int]] = [(0, START, worker) for worker in range(len(paces_s))]  # sorted: a heap
+        self._rounds: dict[int, Round] = {}
+        self._results: dict[int, Contribution] = {}
+
+    @property
+    def now_s(self) -> float:
+        return self.now_ns / NS
+
+    @property
+    def finished(self) -> bool:
+        return self.synchronizer.arrivals >= self.budget
+
+    def needed(self) -> list[Round]:
+        """The rounds under way whose results were not given yet, the next to arrive first."""
+        waiting = sorted(event for event in self._events if event[1] == ARRIVE and event[2] not in self._results)
+        return [self._rounds[worker] for _, _, worker in waiting]
+
+    def next_needed(self) -> Round:
+        """The round that the clock waits for: `needed()[0]` without the sorting, after `advance` returned None."""
+        return self._rounds[self._events[0][2]]
+
+    def give(self, contribution: Contribution) -> None:
+        """The result of a needed round. It takes effect when the clock comes to its arrival."""
+        held = self._rounds.get(contribution.worker)
+        if held is None or held.index != contribution.index:
+            raise ValueError(f"nobody asked for round {contribution.index} of worker {contribution.worker}.")
+        self._results[contribution.worker] = contribution
+
+    def advance(self) -> tuple[Arrival, Contribution] | None:
+        """Runs the clock to the next arrival; None where that waits for a result (see `needed`)."""
+        while not self.finished:
+            time, priority, worker = self._events[0]
+            if priority == ARRIVE and worker not in self._results:
+                return None
+            heapq.heappop(self._events)
+            self.now_ns = time
+            if priority == START:
+                self._start(worker)
+            else:
+                return self._arrive(worker)
+        return None
+
+    def _start(self, worker: int) -> None:
+        handed = self.synchronizer.dispatch(worker)
+        handed.memory = self.memory[worker]
+        self._rounds[worker] = handed
+        self.started_ns[worker] = self.now_ns
+        heapq.heappush(self._events, (self.now_ns + handed.inner_steps * self._pace_ns[worker], ARRIVE, worker))
+
+    def _arrive(self, worker: int) -> tuple[Arrival, Contribution]:
+        contribution = self._results.pop(worker)
+        arrival = self.synchronizer.receive(contribution)
+        del self._rounds[worker]
+        if arrival.verdict != "refused":
+            self.memory[worker] = contribution.memory
+        if self.now_ns > self._window_end_ns:
+            self._window_end_ns = self.now_ns + self._grace_ns
+        for released in arrival.released:
+            heapq.heappush(self._events, (self._window_end_ns, START, released))
+        return arrival, contribution
+
+    # ---- state: what `resume` needs beside the synchronizer's own
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors: dict[str, Tensor] = {}
+        rounds = {}
+        for worker, under_way in self._rounds.items():
+            rounds[worker] = under_way.version
+            # rounds of one version start from the same tensors: kept once
+            tensors |= {f"start.{under_way.version}.{i}": t for i, t in enumerate(under_way.parameters)}
+            tensors |= {f"start_buffer.{under_way.version}.{i}": t for i, t in enumerate(under_way.buffers)}
+        for worker, memory in enumerate(self.memory):
+            tensors |= {f"memory.{worker}.{name}": t for name, t in (memory or {}).items()}
+        clock = {
+            "now_ns": self.now_ns,
+            "started_ns": list(self.started_ns),
+            "window_end_ns": self._window_end_ns,
+            "events": sorted(self._events),
+            "memories": [memory is not None for memory in self.memory],
+        }
+        return {"clock": clock, "tensors": tensors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up where the state was saved. The synchronizer must have been loaded before. Results not yet applied are asked
+        for again: a round is a function of what it was handed."""
+        clock, tensors = state["clock"], state["tensors"]
+        self.now_ns, self._window_end_ns = clock["now_ns"], clock["window_end_ns"]
+        self.started_ns = list(clock["started_ns"])
+        self._events = [(time, priority, worker) for time, priority, worker in clock["events"]]
+        self._results = {}
+        self.memory = [
+            dict(_under(f"memory.{worker}.", tensors)) if kept else None for worker, kept in enumerate(clock["memories"])
+        ]
+        self._rounds = {}
+        for worker, held in self.synchronizer.held.items():
+            self._rounds[worker] = Round(
+                worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.run_steps,
+                [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))],
+                [t for _, t in sorted(_under(f"start_buffer.{held.version}.", tensors), key=lambda item: int(item[0]))],
+                self.memory[worker],
+            )  # fmt: skip
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    return ((name.removeprefix(prefix), tensor) for name, tensor in tensors.items() if name.startswith(prefix))

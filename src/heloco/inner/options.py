@@ -1,0 +1,66 @@
+"""The settings of the inner loop."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from heloco.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerOptions:
+    """AdamW under a cosine; the defaults are the paper's."""
+
+    batch_size: int = 2
+    """Samples per micro-batch."""
+    accumulate: int = 1
+    """Micro-batches per inner step."""
+    lr: float = 2e-4
+    """Learning rate at the cosine's top."""
+    lr_min: float = 1e-6
+    """Learning rate at its end and after it."""
+    warmup: int = 0
+    """Steps of linear rise before the cosine."""
+    schedule_steps: int = 0
+    """The cosine's length in inner steps of one shard; 0: the run's steps over its workers."""
+    lr_position: Literal["shard", "run"] = "shard"
+    """Where a round stands on the cosine: steps done on its shard (the paper), or the whole run's progress."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.01
+    adam_eps: float = 1e-8
+    keep_state: bool = False
+    """Whether AdamW's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
+    clip: float = 0.0
+    """Gradient norm to clip to; 0: no clipping."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16: forward and backward under autocast; parameters stay as they are."""
+    compile: bool = False
+    """torch.compile the model."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "accumulate"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}: give a number ≥ 1.")
+        for name in ("lr", "lr_min", "warmup", "schedule_steps", "weight_decay", "adam_eps", "clip"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)!r}: give a finite number ≥ 0.")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)!r}: it must lie in [0, 1).")
+        for name, known in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(known)}.")
+
+    @property
+    def windows_per_step(self) -> int:
+        return self.batch_size * self.accumulate
+
+
+def learning_rate(options: InnerOptions, position: float) -> float:
+    """Linear warm-up to `lr`, then a cosine to `lr_min` over the rest of `schedule_steps`, then `lr_min`."""
+    if position < options.warmup:
+        return options.lr * (position + 1) / options.warmup
+    length = max(1, options.schedule_steps - options.warmup)
+    progress = min(1.0, (position - options.warmup) / length)
+    return options.lr_min + (options.lr - options.lr_min) * 0.5 * (1 + math.cos(math.pi * progress))

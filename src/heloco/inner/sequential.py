@@ -1,0 +1,117 @@
+"""The inner loop for any `nn.Module`, one round after the other: H steps of AdamW, then Δ = start − end.
+
+A round is a function of what it was handed: its randomness comes from the run's seed, the worker and the round, so a round that
+is run again (after a crash, on another machine of the same kind) gives the same contribution.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from heloco.inner.options import InnerOptions, learning_rate
+from heloco.seeds import derive
+from heloco.synchronizer import Contribution, Round
+from heloco.task import Task, to_device
+
+
+class SequentialInner:
+    """`before_step` is called before each inner step; what it raises ends the round (a stop request, for one)."""
+
+    def __init__(
+        self,
+        task: Task,
+        options: InnerOptions,
+        *,
+        seed: int,
+        device: torch.device | str = "cpu",
+        before_step: Callable[[], None] | None = None,
+    ) -> None:
+        self.task = task
+        self.options = options
+        self.seed = seed
+        self.device = torch.device(device)
+        self.before_step = before_step
+        self.model = task.build_model().to(self.device)
+        self._parameters = list(self.model.parameters())
+        self._buffers = list(self.model.buffers())
+        self._compiled: nn.Module = torch.compile(self.model) if options.compile else self.model  # type: ignore[assignment]
+
+    def run(self, rounds: Sequence[Round]) -> list[Contribution]:
+        return [self._run(each) for each in rounds]
+
+    def _run(self, handed: Round) -> Contribution:
+        self._load(handed)
+        optimizer = self._optimizer(handed.memory)
+        positions = np.concatenate([np.arange(start, start + count) for start, count in handed.spans])
+        steps = positions.reshape(handed.inner_steps, self.options.accumulate, self.options.batch_size)
+        base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
+        losses, units = [], 0
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(derive(self.seed, "round", handed.worker, handed.index))
+            for h, micro_batches in enumerate(steps):
+                if self.before_step is not None:
+                    self.before_step()
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(self.options, base + h)
+                batches = [self.task.batch(handed.shard, part) for part in micro_batches]
+                losses.append(self._step(optimizer, batches))
+                units += sum(map(self.task.units, batches))
+        trace = torch.stack(losses).tolist()
+        return Contribution(
+            handed.worker,
+            handed.index,
+            handed.version,
+            pseudo_gradient=[s - p.detach() for s, p in zip(handed.parameters, self._parameters, strict=True)],
+            buffers=[b.detach().clone() for b in self._buffers],
+            loss=sum(trace) / len(trace),
+            last_loss=trace[-1],
+            samples=len(positions),
+            units=units,
+            memory=_state(optimizer) if self.options.keep_state else None,
+        )
+
+    @torch.no_grad()
+    def _load(self, handed: Round) -> None:
+        self.model.train()
+        for parameter, start in zip(self._parameters, handed.parameters, strict=True):
+            parameter.copy_(start)
+            parameter.grad = None
+        for ours, theirs in zip(self._buffers, handed.buffers, strict=True):
+            ours.copy_(theirs)
+
+    def _step(self, optimizer: torch.optim.Optimizer, batches: Sequence[object]) -> Tensor:
+        """One inner step over the micro-batches; returns their mean loss, still on the device."""
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                loss = self.task.loss(self._compiled, to_device(batch, self.device)) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        if self.options.clip:
+            nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def _optimizer(self, memory: dict[str, Tensor] | None) -> torch.optim.Optimizer:
+        options = self.options
+        optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.adam_eps,
+            weight_decay=options.weight_decay,
+            fused=self.device.type in ("cpu", "cuda"),
+        )
+        for name, tensor in (memory or {}).items():
+            index, key = name.split(".")
+            optimizer.state[self._parameters[int(index)]][key] = tensor.clone()
+        return optimizer
+
+
+def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state as named tensors: "3.exp_avg" belongs to the fourth parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {f"{i}.{key}": value for i, p in enumerate(parameters) for key, value in optimizer.state[p].items()}

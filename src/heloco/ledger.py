@@ -1,0 +1,70 @@
+"""The ledger of the data: which windows of each shard were handed out, so that each is used once per epoch whoever asks.
+
+A shard is an endless stream: position p is window p mod N of its epoch p div N (each epoch in an order of its own, which the task
+knows). A round gets spans of positions; what a refused or abandoned round had is handed out again before anything new.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Span = tuple[int, int]
+"""(first position, count)"""
+
+
+@dataclass(slots=True)
+class ShardPage:
+    """One shard's page in the ledger."""
+
+    windows: int
+    cursor: int = 0
+    visits: int = 0
+    steps: int = 0
+    returned: list[Span] = field(default_factory=list)
+
+    @property
+    def taken(self) -> int:
+        return self.cursor - sum(count for _, count in self.returned)
+
+
+class Ledger:
+    def __init__(self, windows: Sequence[int]) -> None:
+        self.pages = [ShardPage(n) for n in windows]
+
+    def take(self, shard: int, count: int, steps: int) -> tuple[Span, ...]:
+        """The next `count` positions of a shard for a round of `steps` inner steps: returned ones first, then new ones."""
+        page = self.pages[shard]
+        page.visits += 1
+        page.steps += steps
+        if not page.returned:  # nearly always
+            page.cursor += count
+            return ((page.cursor - count, count),)
+        spans: list[Span] = []
+        while count and page.returned:
+            start, length = page.returned.pop(0)
+            used = min(length, count)
+            spans.append((start, used))
+            count -= used
+            if used < length:
+                page.returned.insert(0, (start + used, length - used))
+        if count:
+            spans.append((page.cursor, count))
+            page.cursor += count
+        return tuple(spans)
+
+    def give_back(self, shard: int, spans: Sequence[Span], steps: int) -> None:
+        """A round came to nothing: its positions wait for the next round of the shard, the earliest first."""
+        page = self.pages[shard]
+        page.visits -= 1
+        page.steps -= steps
+        page.returned = sorted([*page.returned, *spans])
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [
+            {"windows": p.windows, "cursor": p.cursor, "visits": p.visits, "steps": p.steps, "returned": p.returned}
+            for p in self.pages
+        ]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        assert [p["windows"] for p in state] == [p.windows for p in self.pages], "another set of shards"
+        self.pages = [ShardPage(**{**p, "returned": [(s, n) for s, n in p["returned"]]}) for p in state]

@@ -1,0 +1,108 @@
+"""The methods by name: an outer rule with its settings, the arrival weight it is used with, and whether it waits for all."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from heloco.errors import UserError, nearest
+from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, OuterOptimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    name: str
+    rule: type[OuterOptimizer]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    weight: str = "base"
+    barrier: bool = False
+    about: str
+    equation: str
+
+    def build(self, params: Iterable[Tensor], *, workers: int, **overrides: Any) -> OuterOptimizer:
+        """The outer optimizer over `params`; overrides replace the method's own options, unknown ones are refused."""
+        known = self.knobs()
+        for name in overrides:
+            if name not in known:
+                raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(known))}")
+        options = {**self.options, **overrides}
+        if self.rule is DelayedNesterov:
+            options.setdefault("delay", workers)
+        try:
+            return self.rule(params, **options)
+        except ValueError as error:
+            raise UserError(f"{self.name}: {error}") from error
+
+    def knobs(self) -> dict[str, Any]:
+        """Every setting of the rule with its value in this method."""
+        import inspect
+
+        parameters = inspect.signature(self.rule.__init__).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.name not in ("self", "params")}
+        return {**defaults, **self.options}
+
+
+_MLA_STEP = "m ← μm + (1−μ)G,  θ ← θ − η(G + μm)"
+_CORRECT = "Δ̂ per block: kept if cos ≥ c_ok, damped if cos < 0, else turned towards m"
+
+_ALL = (
+    Method(
+        name="sync-nesterov",
+        rule=Nesterov,
+        options={"lr": 0.7},
+        weight="average",
+        barrier=True,
+        about="DiLoCo: all workers wait for the slowest, Nesterov momentum over their mean.",
+        equation="m ← μm + Δ̄,  θ ← θ − η(Δ̄ + μm);  start: θ",
+    ),
+    Method(
+        name="async-nesterov",
+        rule=Nesterov,
+        options={"lr": 0.07},
+        about="Nesterov momentum at every arrival.",
+        equation="m ← μm + ρΔ,  θ ← θ − η(ρΔ + μm);  start: θ",
+    ),
+    Method(
+        name="delayed-nesterov",
+        rule=DelayedNesterov,
+        options={"lr": 0.7},
+        weight="constant",
+        about="Liu et al. 2024, Alg. 3: plain steps, momentum at every N-th arrival (N = workers).",
+        equation="N-th: m ← μm + ΣρΔ/N,  θ ← θ − η[(1−cN+c)μm + ρΔ/N];  else: θ ← θ − η[cμm + ρΔ/N];  start: θ",
+    ),
+    Method(
+        name="mla",
+        rule=MLA,
+        about="Momentum look-ahead, Ajanthan et al. 2025, Eq. 7.",
+        equation=f"G = ρΔ,  {_MLA_STEP};  start: θ",
+    ),
+    Method(
+        name="mla-lookahead",
+        rule=MLA,
+        options={"lookahead": True},
+        about="MLA whose workers start ahead: HeLoCo without its correction.",
+        equation=f"G = ρΔ,  {_MLA_STEP};  start: θ − ημm",
+    ),
+    Method(
+        name="heloco",
+        rule=HeLoCo,
+        about="The paper's text: λ = min(k_d(1−cos)·conf, 1), weighed after the correction.",
+        equation=f"G = ρΔ̂,  {_MLA_STEP};  {_CORRECT};  start: θ − ημm",
+    ),
+    Method(
+        name="heloco-ramp",
+        rule=HeLoCo,
+        options={"reorient": "ramp", "weigh": "before"},
+        about="The authors' code: λ = min(k_d(c_ok−cos)/(c_ok−c_bad)·conf, 1), weighed before the correction.",
+        equation=f"G = correct(ρΔ, m),  {_MLA_STEP};  {_CORRECT};  start: θ − ημm",
+    ),
+)
+
+METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+
+
+def get_method(name: str) -> Method:
+    if name not in METHODS:
+        raise UserError(f"There is no method {name!r}; {nearest(name, list(METHODS))} `heloco methods` describes them.")
+    return METHODS[name]

@@ -1,0 +1,79 @@
+"""Which shard a worker's next round takes its data from."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from heloco.errors import UserError, nearest
+from heloco.seeds import derive
+
+
+class ShardView(Protocol):
+    """What a choice may look at; the synchronizer's ledger keeps it."""
+
+    @property
+    def windows(self) -> int: ...  # the shard's size
+    @property
+    def visits(self) -> int: ...  # rounds handed out from it
+    @property
+    def taken(self) -> int: ...  # windows handed out from it
+
+
+Choose = Callable[[int, int, Sequence[ShardView]], int]
+"""(worker, round, shards) -> shard"""
+
+
+class Fixed:
+    """Shard i belongs to worker i. With more shards than workers a worker alternates between i, i+K, i+2K, …"""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def __call__(self, worker: int, round_index: int, shards: Sequence[ShardView]) -> int:  # noqa: ARG002
+        if len(shards) == self.workers:
+            return worker
+        return min(range(worker, len(shards), self.workers), key=lambda s: shards[s].visits)
+
+
+class LeastVisited:
+    """The paper's flexible assignment: the shard with the fewest rounds so far, ties at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, worker: int, round_index: int, shards: Sequence[ShardView]) -> int:
+        fewest = min(shard.visits for shard in shards)
+        tied = [i for i, shard in enumerate(shards) if shard.visits == fewest]
+        return tied[0] if len(tied) == 1 else random.Random(derive(self.seed, "shard", worker, round_index)).choice(tied)
+
+
+class Liu:
+    """Liu et al.: at random with p_i ∝ max(|D_i|/Σ|D| − n_i/Σn, 0), n_i the data of shard i handed out so far."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def probabilities(self, shards: Sequence[ShardView]) -> list[float]:
+        size, taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
+        lag = [max(s.windows / size - (s.taken / taken if taken else 0.0), 0.0) for s in shards]
+        total = sum(lag)  # 0 only when all shards are exactly on par: then by size
+        return [x / total for x in lag] if total > 0 else [s.windows / size for s in shards]
+
+    def __call__(self, worker: int, round_index: int, shards: Sequence[ShardView]) -> int:
+        draw = random.Random(derive(self.seed, "shard", worker, round_index))
+        return draw.choices(range(len(shards)), weights=self.probabilities(shards))[0]
+
+
+CHOICES = ("fixed", "flexible", "liu")
+
+
+def make_choice(name: str, *, workers: int, shards: int, seed: int) -> Choose:
+    if name not in CHOICES:
+        raise UserError(f"There is no shard assignment {name!r}; {nearest(name, CHOICES)}")
+    if name == "fixed":
+        if shards < workers:
+            raise UserError(
+                f"{workers} workers but only {shards} shards: give as many shards as workers, fewer paces, or --assign flexible."
+            )
+        return Fixed(workers)
+    return LeastVisited(seed) if name == "flexible" else Liu(seed)

@@ -1,0 +1,171 @@
+"""A run in the terminal: live while it goes, as tables when it has ended."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from heloco.report.summary import Record, RunSummary, WorkerSummary
+
+MEASURES = {"loss": "loss", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d}"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+class Progress:
+    """Looks on at a run. On a terminal it redraws one panel; elsewhere it prints a line per evaluation."""
+
+    def __init__(self, summary: RunSummary, arrivals: int, console: Console) -> None:
+        self.summary = summary
+        self.arrivals = arrivals
+        self.console = console
+        self.live: Live | None = None
+        self._began = time.monotonic()
+        self._begun_at = summary.arrivals
+
+    def arrived(self, line: Record) -> None:
+        self.summary.arrived(line)
+        if line["verdict"] == "refused":
+            self.console.print(f"[yellow]worker {line['worker']}'s contribution was refused: {line['reason']}[/]")
+        if self.live:
+            self.live.update(self.panel())
+
+    def evaluated(self, line: Record) -> None:
+        self.summary.evaluated(line)
+        if self.live:
+            self.live.update(self.panel())
+        else:
+            loss = number(line["mean"].get("loss"))
+            self.console.print(
+                f"arrival {line['arrival']:>6}/{self.arrivals}  virtual {duration(line['time_s'])}  "
+                f"{line['units']:,} {self.summary.meta['unit']}  mean validation loss {loss}"
+            )
+
+    def panel(self) -> RenderableType:
+        s = self.summary
+        elapsed = time.monotonic() - self._began
+        done = s.arrivals - self._begun_at
+        left = elapsed / done * (self.arrivals - s.arrivals) if done else None
+        mean = (s.last_eval or {}).get("mean", {})
+        facts = Table.grid(padding=(0, 3))
+        facts.add_row(
+            f"outer step [b]{s.outer_step}[/]",
+            f"virtual time [b]{duration(s.time_s)}[/]",
+            f"{s.meta['unit']} [b]{s.units:,}[/]",
+            f"validation loss [b]{number(mean.get('loss'))}[/]",
+        )
+        table = Table(box=None, padding=(0, 2), header_style="dim")
+        for name in ("worker", "pace", "shard", "arrivals", "staleness", "mean", "training loss"):
+            table.add_column(name, justify="left" if name in ("worker", "shard") else "right")
+        for i, w in enumerate(s.workers):
+            table.add_row(
+                str(i),
+                f"{w.pace_s:g} s",
+                "–" if w.shard is None else s.meta["shards"][w.shard]["name"],
+                str(w.arrivals),
+                "–" if w.last_staleness is None else str(w.last_staleness),
+                f"{w.mean_staleness:.1f}",
+                number(w.loss),
+            )
+        times = f"{duration(elapsed)} gone" + (f", {duration(left)} left" if left is not None else "")
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(ProgressBar(self.arrivals, s.arrivals), f"{s.arrivals}/{self.arrivals} arrivals · {times}")
+        return Panel(Group(bar, facts, Text(), table), title=f"[b]{s.meta['method']}[/]", title_align="left")
+
+
+@contextmanager
+def showing(progress: Progress) -> Iterator[Progress]:
+    if not progress.console.is_terminal:
+        yield progress
+        return
+    with Live(progress.panel(), console=progress.console, refresh_per_second=8) as live:
+        progress.live = live
+        yield progress
+    progress.live = None
+
+
+def tables(summary: RunSummary) -> Iterator[RenderableType]:
+    """What a finished run shows: losses, workers, what the correction did."""
+    if summary.last_eval:
+        yield scores_table(summary.first_eval or summary.last_eval, summary.last_eval)
+    yield workers_table(summary)
+    if sum(summary.cases.values()):
+        yield cases_table(summary)
+
+
+def scores_table(first: Record | None, last: Record) -> Table:
+    """Each measure at the end, beside the start where there is one."""
+    names = list(last["scores"])
+    measures = [m for m in MEASURES if m in last["mean"]]
+    table = Table(title="Validation", title_justify="left")
+    table.add_column("")
+    for measure in measures:
+        if first is not None:
+            table.add_column(f"{MEASURES[measure]}, start", justify="right", style="dim")
+        table.add_column(MEASURES[measure] if first is None else "end", justify="right", style="bold")
+
+    def cells(of: str | None) -> list[str]:
+        pick = [(line["mean"] if of is None else line["scores"].get(of, {})) for line in (first, last) if line]
+        return [number(score.get(measure)) for measure in measures for score in pick]
+
+    for name in names:
+        table.add_row(name, *cells(name))
+    table.add_section()
+    table.add_row("mean", *cells(None))
+    return table
+
+
+def workers_table(summary: RunSummary) -> Table:
+    table = Table(title="Workers", title_justify="left")
+    for name in ("worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    refused = any(w.refused for w in summary.workers)
+    if refused:
+        table.add_column("refused", justify="right")
+
+    def row(i: int, w: WorkerSummary) -> list[str]:
+        cells = [str(i), f"{w.pace_s:g} s", str(w.arrivals), f"{summary.share(w):.1%}", f"{w.mean_staleness:.2f}"]
+        return [*cells, str(w.max_staleness), f"{summary.movement_share(w):.1%}", *([str(w.refused)] if refused else [])]
+
+    for i, worker in enumerate(summary.workers):
+        table.add_row(*row(i, worker))
+    return table
+
+
+def cases_table(summary: RunSummary) -> Table:
+    table = Table(title="What the correction did, over all blocks and arrivals", title_justify="left")
+    total = sum(summary.cases.values())
+    for name in summary.cases:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{count:,} ({count / total:.1%})" for count in summary.cases.values()))
+    return table
+
+
+def schedule_table(time_s: float, workers: list[dict[str, Any]], paces: list[float]) -> Table:
+    table = Table(title=f"Virtual time {duration(time_s)} ({time_s:g} s)", title_justify="left")
+    for name in ("worker", "pace", "inner steps", "arrivals", "share", "mean staleness", "max"):
+        table.add_column(name, justify="left" if name == "worker" else "right")
+    for i, (worker, pace) in enumerate(zip(workers, paces, strict=True)):
+        table.add_row(
+            str(i), f"{pace:g} s", str(worker["inner_steps"]), str(worker["arrivals"]), f"{worker['share']:.1%}",
+            f"{worker['mean_staleness']:.2f}", str(worker["max_staleness"]),
+        )  # fmt: skip
+    return table

@@ -1,0 +1,72 @@
+"""Checkpoints: one folder each, tensors as safetensors, the rest as JSON, both with digests, put in place by a rename."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from heloco.errors import UserError
+from heloco.run.disk import sha256, sync_folder
+
+KEEP = 2
+FORMAT = 1
+
+
+def _seal(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is."""
+    folder.mkdir(exist_ok=True)
+    final = folder / f"arrival-{arrival:08d}"
+    temporary = folder / f".{final.name}.{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        path = temporary / "tensors.safetensors"
+        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, path)
+        state = {"format": FORMAT, "arrival": arrival, **state, "tensors_sha256": sha256(path)}
+        (temporary / "state.json").write_text(json.dumps({"seal": _seal(state), "state": state}))
+        for name in temporary.iterdir():
+            with name.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(temporary)
+        shutil.rmtree(final, ignore_errors=True)  # the same arrival again, after a resume: same content
+        temporary.rename(final)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in found(folder)[:-KEEP]:
+        shutil.rmtree(old)
+    return final
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints there are, oldest first."""
+    return sorted(folder.glob("arrival-*"))
+
+
+def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(state, tensors) of one checkpoint, every byte checked."""
+    others = [other.name for other in found(path.parent) if other != path]
+    remedy = f"delete the folder {path.name} to go on from {others[-1]}." if others else "there is no other: start the run anew."
+    try:
+        document = json.loads((path / "state.json").read_text())
+        state = document["state"]
+        if document["seal"] != _seal(state):
+            raise UserError(f"The checkpoint {path} was edited: its state.json does not match its seal. Restore it, or {remedy}")
+        if state["format"] != FORMAT:
+            raise UserError(f"The checkpoint {path} has format {state['format']}, this version reads {FORMAT}: use that version.")
+        if sha256(path / "tensors.safetensors") != state["tensors_sha256"]:
+            raise UserError(f"The checkpoint {path} is damaged: its tensors are cut short or edited. Restore them, or {remedy}")
+        return state, load_file(path / "tensors.safetensors")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"The checkpoint {path} cannot be read ({error}). Restore it, or {remedy}") from error

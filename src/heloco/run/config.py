@@ -1,0 +1,320 @@
+"""A run's configuration: what is trained, by whom, under which rule. TOML on disk, one flag per field on the command line."""
+
+import hashlib
+import json
+import math
+import tomllib
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from heloco.errors import UserError, nearest
+from heloco.inner import InnerOptions
+from heloco.methods import get_method
+from heloco.outer.heloco import CONSTANTS as HELOCO_CONSTANTS
+from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop
+from heloco.task.gpt import preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    task: Literal["language", "images"] = "language"
+    """What is trained: a language model on text, or an image classifier on shapes drawn by code."""
+    data: str = "builtin"
+    """builtin (languages made by code), a folder of text with one file or sub-folder per shard, or hf:DATASET."""
+    tokenizer: str = "bytes"
+    """bytes, gpt2, or the path of a tokenizer.json or .tiktoken file."""
+    languages: list[str] = field(default_factory=list)
+    """Which sources of the data to use, in this order; empty: all."""
+    split: Literal["source", "iid", "dirichlet"] = "source"
+    """How training data is dealt to shards: one source each (non-IID), mixed (IID), or Dirichlet(alpha)."""
+    alpha: float = 0.5
+    """The Dirichlet split's concentration: small is uneven, large is even."""
+    field: str = "text"
+    """The field of .jsonl rows, the column of .parquet files, that holds the text."""
+    limit_mb: float = 20.0
+    """How much text to stream per source from hf: datasets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    preset: str = "1m"
+    """The TinyGPT size: 1m, 5m, paper, 30m, 60m, 124m."""
+    width: int = 0
+    """Embedding width; 0: the preset's."""
+    layers: int = 0
+    """Transformer blocks; 0: the preset's."""
+    heads: int = 0
+    """Attention heads; 0: the preset's."""
+    vocab_size: int = 0
+    """0: the tokenizer's."""
+    context: int = 0
+    """Tokens per sample; 0: the preset's."""
+    eval_windows: int = 64
+    """Samples per source in an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkersConfig:
+    paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 6.0, 6.0, 6.0])
+    """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
+    workers: int = 0
+    """How many workers; 0: as many as paces. A single pace is then everybody's."""
+    inner_steps: int = 20
+    """H, the inner steps of a round."""
+    steps: Literal["constant", "dylu"] = "constant"
+    """H for all, or DyLU: in proportion to a worker's speed."""
+    assign: Literal["fixed", "flexible", "liu"] = "fixed"
+    """Which shard a round takes: the worker's own, the least visited, or Liu's probability."""
+    grace_s: float = 0.0
+    """Virtual seconds after an arrival in which others may still join before anybody starts again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterConfig:
+    method: str = "heloco"
+    """The outer method; `heloco methods` lists them with their knobs."""
+    outer_lr: float | None = None
+    """η. This and the knobs below: unset means the method's own."""
+    momentum: float | None = None
+    """μ."""
+    lookahead: bool | None = None
+    """Whether workers start from θ − ημm."""
+    reorient: Literal["printed", "ramp"] | None = None
+    """Which λ turns weakly aligned blocks."""
+    weigh: Literal["after", "before"] | None = None
+    """Whether ρ comes after or before the correction."""
+    c_ok: float | None = None
+    k_s: float | None = None
+    k_d: float | None = None
+    kappa: float | None = None
+    beta_max: float | None = None
+    eps: float | None = None
+    c_bad: float | None = None
+    delay: int | None = None
+    """N of delayed Nesterov."""
+    c: float | None = None
+    """c of delayed Nesterov."""
+    weight: Literal["base", "average", "polynomial", "share", "constant"] | None = None
+    """The arrival weight ρ; unset: the method's own."""
+    weight_value: float | None = None
+    """ρ of the constant weight."""
+    weight_exponent: float | None = None
+    """The polynomial weight's exponent."""
+    weight_floor: float | None = None
+    """The share weight's lower clip."""
+    weight_ceiling: float | None = None
+    """The share weight's upper clip."""
+    drop: Literal["never", "zero", "skip"] = "never"
+    """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
+    drop_above: int = 0
+    """The largest staleness that is still applied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    arrivals: int = 60
+    """How many contributions the run takes in."""
+    seed: int = 0
+    """Everything random comes from it."""
+    eval_every: int = 10
+    """Arrivals between evaluations; 0: only at the start and the end."""
+    checkpoint_every: int = 20
+    """Arrivals between checkpoints; 0: only at the start and the end."""
+    max_refusals: int = 5
+    """Refused contributions (NaN, Inf) in a row after which the run stops."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, or auto: a GPU where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=8, lr=3e-3, lr_min=1e-4))
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+
+
+PAPER: dict[str, Any] = {
+    "preset": "paper", "tokenizer": "gpt2", "inner_steps": 80, "arrivals": 300, "batch_size": 2,
+    "lr": 2e-4, "lr_min": 1e-6, "eval_every": 30, "checkpoint_every": 60, "eval_windows": 128,
+}  # fmt: skip
+"""The paper's setting, over the defaults: `heloco train --recipe paper`."""
+RECIPES: dict[str, dict[str, Any]] = {"default": {}, "paper": PAPER}
+
+SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(RunConfig)}
+FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
+"""Field name -> section. Names are unique over the sections, so a flag needs no prefix."""
+
+
+def field_types() -> dict[str, Any]:
+    return {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items()}
+
+
+def convert(name: str, value: Any) -> Any:
+    """A value from TOML, or the text of a flag, as the field's type; a UserError where that cannot be."""
+    hint = field_types()[name]
+    options = [a for a in get_args(hint) if a is not type(None)]
+    if type(None) in get_args(hint):
+        hint = options[0] if len(options) == 1 else hint
+    try:
+        return _as(hint, value)
+    except (ValueError, TypeError) as error:
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        remedy = nearest(str(value), [str(c) for c in choices]) if choices else f"give {_in_words(hint)}."
+        raise UserError(f"{name} cannot be {value!r}: {remedy}") from error
+
+
+def _as(hint: Any, value: Any) -> Any:
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ValueError
+        return value
+    if get_origin(hint) is list:
+        [item] = get_args(hint)
+        parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+        return [_as(item, part) for part in parts]
+    if hint is bool:
+        return (
+            {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
+            if isinstance(value, str)
+            else _same(bool, value)
+        )
+    if hint is int:
+        return int(value) if isinstance(value, str) else _same(int, value)
+    if hint is float:
+        return float(value) if not isinstance(value, bool) else _same(float, value)
+    return _same(str, value)
+
+
+def _same(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError
+    return value
+
+
+def _in_words(hint: Any) -> str:
+    if get_origin(hint) is list:
+        return "a list such as 1,6,6" if get_args(hint)[0] is float else "a list such as de,en,fr"
+    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
+
+
+def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+    """The config with fields replaced by name, whatever section they are in."""
+    for name in values:
+        if name not in FIELDS:
+            raise UserError(f"There is no setting {name!r}; {nearest(name, list(FIELDS))}")
+    for section in SECTIONS:
+        changes = {name: convert(name, value) for name, value in values.items() if FIELDS[name] == section}
+        if changes:
+            config = replace(config, **{section: replace(getattr(config, section), **changes)})
+    return config
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The fields of a TOML file with the sections of RunConfig."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no config file {path}: check the path.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
+    values: dict[str, Any] = {}
+    for section, entries in document.items():
+        if section not in SECTIONS or not isinstance(entries, dict):
+            raise UserError(f"{path}: there is no section [{section}]; {nearest(section, list(SECTIONS))}")
+        for name, value in entries.items():
+            if FIELDS.get(name) != section:
+                known = [n for n, s in FIELDS.items() if s == section]
+                raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
+            values[name] = value
+    return values
+
+
+def to_toml(config: RunConfig) -> str:
+    sections = {section: {k: v for k, v in entries.items() if v is not None} for section, entries in asdict(config).items()}
+    return tomli_w.dumps(sections)
+
+
+def outer_knobs(config: OuterConfig) -> dict[str, Any]:
+    """The rule's settings that were given, by the rule's own names."""
+    names = (*HELOCO_CONSTANTS, "outer_lr", "momentum", "lookahead", "delay", "c")
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return {"lr" if name == "outer_lr" else name: value for name, value in given.items()}
+
+
+def weight_options(config: OuterConfig) -> dict[str, float]:
+    """The arrival weight's settings that were given; one that the weight does not have is refused."""
+    weight = config.weight or get_method(config.method).weight
+    known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
+    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling")}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in known:
+            raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
+    return given
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The effective config: checked, and with every value that was left to a method or a preset filled in."""
+    workers = _resolve_workers(config.workers)
+    method = get_method(config.outer.method)
+    settings = config.run
+    if settings.arrivals < 1:
+        raise UserError(f"arrivals is {settings.arrivals}: a run takes in at least one contribution.")
+    for name in ("eval_every", "checkpoint_every"):
+        if getattr(settings, name) < 0:
+            raise UserError(f"{name} is {getattr(settings, name)}: give a number ≥ 0 (0: only at the start and the end).")
+    if settings.max_refusals < 1:
+        raise UserError(f"max_refusals is {settings.max_refusals}: give a number ≥ 1.")
+    Drop(config.outer.drop, config.outer.drop_above)
+    weight_options(config.outer)
+    knobs = {**method.knobs(), **outer_knobs(config.outer)}
+    if "delay" in knobs and config.outer.delay is None:
+        knobs["delay"] = len(workers.paces)
+    names = {"lr": "outer_lr"}
+    known = {names.get(k, k): v for k, v in knobs.items() if names.get(k, k) in FIELDS}
+    outer = replace(config.outer, **{"weight": config.outer.weight or method.weight, **known})
+    inner = config.inner
+    if not inner.schedule_steps:
+        length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
+        inner = replace(inner, schedule_steps=length)
+    return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config.model))
+
+
+def _resolve_model(config: ModelConfig) -> ModelConfig:
+    base = preset(config.preset)
+    if config.eval_windows < 1:
+        raise UserError(f"eval_windows is {config.eval_windows}: an evaluation needs at least one sample per source.")
+    sizes = ("width", "layers", "heads", "context")
+    return replace(config, **{name: getattr(config, name) or getattr(base, name) for name in sizes})
+
+
+def _resolve_workers(config: WorkersConfig) -> WorkersConfig:
+    paces = list(config.paces)
+    if not paces:
+        raise UserError("There are no paces: give one per worker, e.g. --paces 1,1,6,6,6.")
+    for pace in paces:
+        if not (math.isfinite(pace) and pace > 0):
+            raise UserError(f"A pace is {pace}: paces are seconds per inner step, finite and above 0.")
+        if pace < 1e-9:
+            raise UserError(f"A pace of {pace} s is below the clock's nanosecond: give paces in larger units.")
+    if config.workers < 0:
+        raise UserError(f"workers is {config.workers}: give a number ≥ 1, or leave it out.")
+    if config.workers and len(paces) == 1:
+        paces *= config.workers
+    if config.workers and config.workers != len(paces):
+        raise UserError(f"{config.workers} workers but {len(paces)} paces: give one pace per worker, or one for all.")
+    if config.inner_steps < 1:
+        raise UserError(f"inner_steps is {config.inner_steps}: a round needs at least one step.")
+    if not (math.isfinite(config.grace_s) and config.grace_s >= 0):
+        raise UserError(f"grace_s is {config.grace_s}: give seconds ≥ 0.")
+    assert config.steps in STEPS and config.assign in CHOICES
+    return replace(config, paces=paces, workers=len(paces))

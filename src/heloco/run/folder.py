@@ -1,0 +1,133 @@
+"""A run's folder.
+
+config.toml           the effective config, enough to run it again
+run.json              what the tape's numbers refer to: blocks, shards, unit, digests, versions
+tape.jsonl            one line per arrival
+evals.jsonl           one line per evaluation
+checkpoints/          the newest two, each whole
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heloco.errors import UserError
+from heloco.run import checkpoint
+from heloco.run.config import RunConfig, read_toml, to_toml, with_fields
+from heloco.run.disk import disk_errors, write_atomically
+from heloco.run.lines import Lines
+
+CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tape: Lines | None = None
+        self.evals: Lines | None = None
+        self._lock: int | None = None
+
+    @property
+    def remedy(self) -> str:
+        return f"`heloco resume {self.path}` goes on from the last checkpoint."
+
+    # ---- making and finding
+
+    @classmethod
+    def create(cls, path: Path, config: RunConfig, meta: dict[str, Any]) -> "RunFolder":
+        """A new folder with its config; refuses one that exists and is not empty."""
+        cls.check_free(path)
+        folder = cls(path)
+        with disk_errors(path, "start the run again."):
+            path.mkdir(parents=True, exist_ok=True)
+            write_atomically(path / META, json.dumps(meta, indent=1).encode())
+            write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
+        return folder
+
+    @staticmethod
+    def check_free(path: Path) -> None:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"The run folder {path} exists: choose another --out, or `heloco resume {path}` to go on with it.")
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        if not (path / CONFIG).is_file():
+            raise UserError(f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` named.")
+        return cls(path)
+
+    def config(self) -> RunConfig:
+        return with_fields(RunConfig(), read_toml(self.path / CONFIG))
+
+    def meta(self) -> dict[str, Any]:
+        try:
+            meta: dict[str, Any] = json.loads((self.path / META).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{self.path / META} cannot be read ({error}): restore it, or start the run anew.") from error
+        return meta
+
+    # ---- writing
+
+    def start_writing(self, tape_bytes: int, evals_bytes: int) -> None:
+        """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands."""
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            self._lock = None
+            raise UserError(f"Another process is writing {self.path}: wait for it to end, or stop it first.") from None
+        with disk_errors(self.path, self.remedy):
+            self.tape = Lines(self.path / TAPE, tape_bytes)
+            self.evals = Lines(self.path / EVALS, evals_bytes)
+
+    def write_arrival(self, record: dict[str, Any]) -> None:
+        assert self.tape is not None
+        with disk_errors(self.path / TAPE, self.remedy):
+            self.tape.append(record)
+
+    def write_eval(self, record: dict[str, Any]) -> None:
+        assert self.evals is not None
+        with disk_errors(self.path / EVALS, self.remedy):
+            self.evals.append(record)
+
+    def save_checkpoint(self, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        assert self.tape is not None and self.evals is not None
+        with disk_errors(self.path / CHECKPOINTS, self.remedy):
+            state = {**state, "tape_bytes": self.tape.sync(), "evals_bytes": self.evals.sync()}
+            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors)
+
+    def latest(self) -> Path | None:
+        checkpoints = checkpoint.found(self.path / CHECKPOINTS)
+        return checkpoints[-1] if checkpoints else None
+
+    def load_latest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The newest checkpoint, or None where the run was killed before its first."""
+        latest = self.latest()
+        return None if latest is None else checkpoint.load(latest)
+
+    def load_model(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The newest checkpoint of a run that must have one."""
+        loaded = self.load_latest()
+        if loaded is None:
+            raise UserError(f"{self.path} has no checkpoint yet: `heloco resume {self.path}` starts it.")
+        return loaded
+
+    def close(self) -> None:
+        for lines in (self.tape, self.evals):
+            if lines is not None:
+                lines.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def next_free(parent: Path, stem: str) -> Path:
+    """parent/stem-001, or the first number that is not taken."""
+    number = 1
+    while (parent / f"{stem}-{number:03d}").exists():
+        number += 1
+    return parent / f"{stem}-{number:03d}"

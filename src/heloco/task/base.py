@@ -1,0 +1,66 @@
+"""What is trained, as the rest of the package sees it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor, nn
+
+Positions = npt.NDArray[np.int64]
+Scores = dict[str, dict[str, float]]
+"""What was evaluated (a language, a domain) -> measure -> value. Every task has the measure `loss`."""
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """A part of the training data that goes to one worker at a time, in windows: what one sample of a batch is."""
+
+    name: str
+    windows: int
+
+
+class Task(Protocol):
+    """A model, its data in shards, its loss and its evaluation. Knows nothing of workers, outer rules or time."""
+
+    @property
+    def shards(self) -> Sequence[ShardInfo]: ...
+
+    @property
+    def unit(self) -> str:
+        """What a batch is counted in: tokens, images, …"""
+
+    @property
+    def digest(self) -> str:
+        """Identifies the data; a run refuses to be resumed with another."""
+
+    def build_model(self) -> nn.Module:
+        """A new model with the initial parameters, the same each time."""
+
+    def batch(self, shard: int, positions: Positions) -> Any:
+        """The samples at these positions of the shard's endless stream, on the host."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Mean loss of a batch that is on the model's device."""
+
+    def units(self, batch: Any) -> int: ...
+
+    def evaluate(self, model: nn.Module) -> Scores: ...
+
+
+def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The plain mean over what was evaluated, measure by measure."""
+    measures = next(iter(scores.values()), {})
+    return {measure: sum(score[measure] for score in scores.values()) / len(scores) for measure in measures}
+
+
+def to_device(batch: Any, device: Any) -> Any:
+    """A batch moved: a tensor, or tuples, lists and dicts of them."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

@@ -1,0 +1,15 @@
+"""Libraries that only some data needs are imported when that data is asked for."""
+
+import importlib
+from typing import Any
+
+from heloco.errors import UserError
+
+
+def library(name: str, purpose: str) -> Any:
+    """The imported module, or a sentence with the line that installs it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise UserError(f"{purpose} needs the package {package} ({error}): pip install 'heloco[data]'.") from error

@@ -1,0 +1,83 @@
+"""A task made of the user's own parts: a model, a loss, and one dataset per shard."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from heloco.errors import UserError
+from heloco.task.base import Positions, Scores, ShardInfo, to_device
+from heloco.task.corpus.sharding import EpochOrder
+
+
+class DatasetTask:
+    """`shards` maps a name to anything with `len()` and `[i]`; `loss(model, batch)` gets batches made by `collate`.
+
+    `validation` maps a name to a dataset to report on, or `evaluate(model)` returns {name: {"loss": …}} itself.
+    """
+
+    unit = "samples"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        shards: Mapping[str, Any],
+        *,
+        validation: Mapping[str, Any] | None = None,
+        evaluate: Callable[[nn.Module], Scores] | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        eval_batch_size: int = 64,
+        seed: int = 0,
+        digest: str = "",
+    ) -> None:
+        for name, data in shards.items():
+            if not len(data):
+                raise UserError(f"The shard {name!r} is empty: give it data or leave it out.")
+        self.shards: Sequence[ShardInfo] = tuple(ShardInfo(name, len(data)) for name, data in shards.items())
+        self.digest = digest or ",".join(f"{s.name}:{s.windows}" for s in self.shards)
+        self._model = copy.deepcopy(model)
+        self._loss = loss
+        self._data = list(shards.values())
+        self._orders = [EpochOrder(shard.windows, seed, i) for i, shard in enumerate(self.shards)]
+        self._collate = collate
+        self._validation = validation or {}
+        self._evaluate = evaluate
+        self._eval_batch_size = eval_batch_size
+
+    def build_model(self) -> nn.Module:
+        return copy.deepcopy(self._model)
+
+    def batch(self, shard: int, positions: Positions) -> Any:
+        return self._collate([self._data[shard][int(i)] for i in self._orders[shard].locate(positions)])
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return self._loss(model, batch)
+
+    def units(self, batch: Any) -> int:
+        first = batch
+        while not isinstance(first, Tensor):
+            first = next(iter(first.values() if isinstance(first, Mapping) else first))
+        return len(first)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> Scores:
+        training = model.training
+        model.eval()
+        if self._evaluate is not None:
+            scores = self._evaluate(model)
+        else:
+            scores = {name: {"loss": self._mean_loss(model, data)} for name, data in self._validation.items()}
+        model.train(training)
+        return scores
+
+    def _mean_loss(self, model: nn.Module, data: Any) -> float:
+        device = next(model.parameters()).device
+        total = 0.0
+        for start in range(0, len(data), self._eval_batch_size):
+            samples = [data[i] for i in range(start, min(len(data), start + self._eval_batch_size))]
+            total += float(self._loss(model, to_device(self._collate(samples), device))) * len(samples)
+        return total / len(data)

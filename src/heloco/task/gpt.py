@@ -1,0 +1,93 @@
+"""TinyGPT: a decoder-only transformer, pre-LayerNorm, fused qkv, exact GELU, biases, no dropout, PyTorch's initialisation."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from heloco.errors import UserError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    width: int
+    layers: int
+    heads: int
+    context: int
+    vocab_size: int = 50257
+    tied: bool = False
+    """Whether the head shares the token embedding's weights."""
+
+    def __post_init__(self) -> None:
+        for name in ("width", "layers", "heads", "context", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise UserError(f"The model's {name} is {getattr(self, name)}: give a number ≥ 1.")
+        if self.width % self.heads:
+            raise UserError(f"The model's width {self.width} is not a multiple of its {self.heads} heads: change one of them.")
+
+
+PRESETS: dict[str, GPTConfig] = {
+    "1m": GPTConfig(width=128, layers=5, heads=4, context=64, vocab_size=257),
+    "5m": GPTConfig(width=256, layers=6, heads=8, context=256, vocab_size=257),
+    "paper": GPTConfig(width=128, layers=8, heads=4, context=128),
+    "30m": GPTConfig(width=384, layers=6, heads=6, context=256, tied=True),
+    "60m": GPTConfig(width=512, layers=10, heads=8, context=512, tied=True),
+    "124m": GPTConfig(width=768, layers=12, heads=12, context=1024, tied=True),
+}
+
+
+def preset(name: str, **changes: int | bool) -> GPTConfig:
+    if name not in PRESETS:
+        raise UserError(f"There is no model preset {name!r}; {nearest(name, list(PRESETS))}")
+    return replace(PRESETS[name], **changes)  # type: ignore[arg-type]
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        fed: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + fed
+
+
+class TinyGPT(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token = nn.Embedding(config.vocab_size, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        if config.tied:
+            nn.init.normal_(self.token.weight, std=0.02)  # as a head, PyTorch's N(0, 1) would start with logits of ±√width
+            self.head.weight = self.token.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(config: GPTConfig, seed: int) -> TinyGPT:
+    """The model with the parameters that this seed gives, whatever the global generator's state, which stays as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return TinyGPT(config)
