@@ -51,7 +51,7 @@ def test_words_follow_zipf_and_validation_uses_the_same_ones(language):
     assert len(counts) > 800
     assert counts[0] > 20 * counts[200] > 20
     known = set(train)
-    assert sum(word in known for word in val) > 0.96 * len(val)
+    assert sum(word in known for word in val) > 0.97 * len(val)
 
 
 def test_grammar_shows_verbs_come_last_in_one_language_and_not_in_another():

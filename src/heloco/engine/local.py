@@ -121,7 +121,7 @@ class LocalRun:
             self._save()
             where = f" What was done until then is in {self.folder.path}." if self.folder else ""
             raise RunStopped(
-                f"{self.synchronizer.refused_in_a_row} contributions in a row were refused, the last one (worker {arrival.worker}) "
+                f"{self.synchronizer.refused_in_a_row} contributions in a row were refused, the last (worker {arrival.worker}) "
                 f"because {arrival.reason}. The training diverges: lower --lr or --outer-lr, or clip with --clip.{where}"
             )
 

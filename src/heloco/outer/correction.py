@@ -60,7 +60,7 @@ class Correction:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: it must be a finite number ≥ 0.")
         if not 0 <= self.beta_max <= 1:
             raise ValueError(f"beta_max is {self.beta_max!r}: it must lie between 0 and 1, or damping would overshoot.")
-        if not (-math.inf < self.c_ok < math.inf and self.c_bad < max(self.c_ok, 0)):
+        if not (math.isfinite(self.c_ok) and math.isfinite(self.c_bad) and self.c_bad < max(self.c_ok, 0)):
             raise ValueError(f"c_ok is {self.c_ok!r} and c_bad {self.c_bad!r}: both must be finite and c_bad below c_ok.")
 
 

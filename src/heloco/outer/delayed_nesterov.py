@@ -17,11 +17,15 @@ from .optimizer import Block, OuterOptimizer
 
 class DelayedNesterov(OuterOptimizer):
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, delay: int = 5, c: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "c": c})
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        delay, c = group["delay"], group["c"]
         if delay < 1:
             raise ValueError(f"delay is {delay!r}: the momentum must move at every N-th arrival, N ≥ 1.")
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "c": c})
 
     def _apply(self, blocks: list[Block]) -> list[float]:
         return [self._move(block) for block in blocks]

@@ -42,14 +42,21 @@ class OuterOptimizer(Optimizer):
     movements: list[float]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        lr, momentum = defaults["lr"], defaults["momentum"]
+        super().__init__(params, defaults)
+        self.outcomes = []
+        self.movements = []
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self._check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def _check(self, group: dict[str, Any]) -> None:
+        """Refuses a parameter group's settings outside their range."""
+        lr, momentum = group["lr"], group["momentum"]
         if not 0 <= lr < math.inf:
             raise ValueError(f"lr is {lr!r}: the outer learning rate must be a finite number ≥ 0.")
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}: the outer momentum must lie in [0, 1).")
-        super().__init__(params, defaults)
-        self.outcomes = []
-        self.movements = []
 
     @abstractmethod
     def _apply(self, blocks: list[Block]) -> list[float]:
@@ -103,8 +110,7 @@ class OuterOptimizer(Optimizer):
         """m, made of zeros at first; at least float32."""
         state = self.state[p]
         if "momentum_buffer" not in state:
-            dtype = torch.promote_types(p.dtype, torch.float32)
-            state["momentum_buffer"] = torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+            state["momentum_buffer"] = torch.zeros_like(p, dtype=_momentum_dtype(p), memory_format=torch.preserve_format)
         momentum: Tensor = state["momentum_buffer"]
         return momentum
 
@@ -115,7 +121,11 @@ class OuterOptimizer(Optimizer):
             for p, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in state_dict["state"].get(key, {}).items():
                     if isinstance(value, Tensor) and name != "step":
-                        self.state[p][name] = value.detach().to(device=p.device).clone()
+                        self.state[p][name] = value.detach().to(p.device, _momentum_dtype(p), copy=True)
+
+
+def _momentum_dtype(p: Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def momentum_step(blocks: list[Block], gains: list[float]) -> list[float]:

@@ -1,0 +1,44 @@
+# make train   sets up .venv, then trains the built-in default: about a minute
+# make test    sets up .venv with the developers' tools, then lint, types and all tests
+PYTHON ?= python3
+BIN := .venv/bin
+BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
+
+.PHONY: train test test-long lint bench setup setup-dev clean
+
+train: setup
+	$(BIN)/heloco train
+
+test: lint
+	$(BIN)/pytest -m "not long"
+
+test-long: setup-dev
+	$(BIN)/pytest -m long
+
+lint: setup-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: setup-dev
+	$(BIN)/python benchmarks/outer_step.py
+	$(BIN)/python benchmarks/scheduling.py
+	$(BIN)/python benchmarks/simulation_overhead.py
+
+setup: .venv/installed
+setup-dev: .venv/installed-dev
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "HeLoCo needs Python 3.11 or newer: make PYTHON=python3.11 …"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/installed: .venv/bin/python $(BUILT)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/installed-dev: .venv/bin/python $(BUILT)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[data,dev]"
+	@touch $@ .venv/installed
+
+clean:
+	rm -rf .venv build src/heloco.egg-info src/heloco/outer/kernels/_native*
