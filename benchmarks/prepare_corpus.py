@@ -1,6 +1,6 @@
 """How long a corpus takes to prepare, and to open again once it is prepared.
 
-    python benchmarks/prepare_corpus.py --data ../shared/corpus --tokenizer gpt2
+python benchmarks/prepare_corpus.py --data ../shared/corpus --tokenizer gpt2
 """
 
 import argparse
@@ -36,9 +36,9 @@ def show(corpus: Corpus, first_s: float, second_s: float) -> None:
     text = 0
     for source in corpus.sources:
         size = source.train_bytes + source.val_bytes
-        tokens = len(source.train) + len(source.val)
+        train, val = len(source.train), len(source.val)
         documents = source.train_documents + source.val_documents
-        print(f"{source.name:12} {len(source.train):14,} {len(source.val):12,} {size / 1e6:9.2f} {documents:10,} {size / tokens:12.2f}")
+        print(f"{source.name:12} {train:14,} {val:12,} {size / 1e6:9.2f} {documents:10,} {size / (train + val):12.2f}")
         text += size
     print(f"\nfirst   {first_s:8.2f} s   {text / 1e6 / first_s:8.1f} MB/s   {corpus.tokenizer_name}, {text / 1e6:.1f} MB of text")
     print(f"cached  {second_s:8.4f} s")

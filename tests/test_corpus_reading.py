@@ -37,7 +37,9 @@ def rows(*texts: str, field: str = "text") -> str:
 def parquet(*texts: str | None) -> bytes:
     pyarrow = pytest.importorskip("pyarrow")
     buffer = io.BytesIO()
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"text": list(texts), "id": list(range(len(texts)))}), buffer)
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pyarrow.table({"text": list(texts), "id": list(range(len(texts)))}), buffer
+    )
     return buffer.getvalue()
 
 
@@ -102,7 +104,7 @@ def test_languages_pick_and_order(tmp_path):
         write(tmp_path / f"{name}.txt", "x\n\ny")
     assert [source.name for source in find_sources(tmp_path)] == ["de", "en", "fr"]
     assert [source.name for source in find_sources(tmp_path, ["fr", "de"])] == ["fr", "de"]
-    with pytest.raises(UserError, match="no source 'es' in .* which has de, en, fr"):
+    with pytest.raises(UserError, match=r"no source 'es' in .* which has de, en, fr"):
         find_sources(tmp_path, ["de", "es"])
 
 

@@ -22,10 +22,7 @@ class Method:
 
     def build(self, params: Iterable[Tensor], *, workers: int, **overrides: Any) -> OuterOptimizer:
         """The outer optimizer over `params`; overrides replace the method's own options, unknown ones are refused."""
-        known = self.knobs()
-        for name in overrides:
-            if name not in known:
-                raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(known))}")
+        self.check(overrides)
         options = {**self.options, **overrides}
         if self.rule is DelayedNesterov:
             options.setdefault("delay", workers)
@@ -33,6 +30,12 @@ class Method:
             return self.rule(params, **options)
         except ValueError as error:
             raise UserError(f"{self.name}: {error}") from error
+
+    def check(self, overrides: Iterable[str]) -> None:
+        known = self.knobs()
+        for name in overrides:
+            if name not in known:
+                raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(known))}")
 
     def knobs(self) -> dict[str, Any]:
         """Every setting of the rule with its value in this method."""

@@ -36,7 +36,8 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
         field=data.field,
         progress=progress,
     )
-    shards = split(corpus, how=data.split, shards=len(config.workers.paces), context=model.context, alpha=data.alpha, seed=seed)
+    how_many = len(corpus.sources) if data.split == "source" else len(config.workers.paces)
+    shards = split(corpus, how=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
     vocab_size = model.vocab_size or corpus.vocab_size
     gpt = preset(
         model.preset,

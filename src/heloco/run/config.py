@@ -276,6 +276,7 @@ def resolve(config: RunConfig) -> RunConfig:
         raise UserError(f"max_refusals is {settings.max_refusals}: give a number ≥ 1.")
     Drop(config.outer.drop, config.outer.drop_above)
     weight_options(config.outer)
+    method.check(outer_knobs(config.outer))
     knobs = {**method.knobs(), **outer_knobs(config.outer)}
     if "delay" in knobs and config.outer.delay is None:
         knobs["delay"] = len(workers.paces)

@@ -42,7 +42,7 @@ def serves(*tensors: Tensor) -> bool:
     dtype = tensors[0].dtype
     if not available or dtype not in NAMES:
         return False
-    for t in tensors:  # asked of every block in every step: the quickest way to say it counts
+    for t in tensors:  # noqa: SIM110 (asked of every block in every step: the quickest way to say it counts)
         if type(t) not in PLAIN or t.dtype is not dtype or not t.is_cpu or not t.is_contiguous():
             return False
     return True

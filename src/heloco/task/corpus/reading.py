@@ -80,7 +80,7 @@ def find_sources(folder: Path, languages: Sequence[str] | None = None) -> list[S
     sources = {name: _source(name, parts, folder) for name, parts in sorted(found.items()) if set(parts) != {"test"}}
     if not sources:
         raise UserError(
-            f"The data folder {folder} holds no training text: put one file per source there, such as en.txt, en.jsonl or en.parquet."
+            f"The data folder {folder} holds no training text: put one file per source there, such as en.txt or en.jsonl."
         )
     return [sources[name] for name in pick(list(sources), languages, f"the folder {folder}")]
 

@@ -1,0 +1,356 @@
+"""The block correction against Algorithm 2 written out line by line, and against the paper's lemma."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from heloco.outer import CASES, Correction, correct, examine
+
+F64 = torch.float64
+VARIANTS = [{"reorient": r, "weigh": w} for r in ("printed", "ramp") for w in ("after", "before")]
+SHAPES = [(2,), (7,), (3, 4), (2, 3, 4, 5)]
+COSINES = [-1.0, -0.7, -1e-9, 1e-9, 0.1, 0.1999999, 0.2000001, 0.6, 1.0]
+
+
+def algorithm_2(
+    delta: Tensor,
+    momentum: Tensor,
+    rho: float = 1.0,
+    *,
+    reorient: str = "printed",
+    weigh: str = "after",
+    c_ok: float = 0.2,
+    k_s: float = 0.5,
+    k_d: float = 1.0,
+    kappa: float = 3.0,
+    beta_max: float = 0.5,
+    eps: float = 1e-8,
+    c_bad: float = -0.2,
+) -> Tensor:
+    """The paper's pseudocode for one block, a line for a line; `ramp` and `before` as the authors' code has them."""
+    if weigh == "before":
+        delta, rho = rho * delta, 1.0
+    u, v = delta, momentum
+    if u.norm() < eps or v.norm() < eps:
+        corrected = u
+    else:
+        u_hat, v_hat = u / u.norm(), v / v.norm()
+        c = (u_hat * v_hat).sum()
+        conf = u.norm() / (u.norm() + kappa * v.norm() + eps)
+        if c >= c_ok:
+            corrected = u
+        elif c < 0:
+            beta = min(k_s * -c * conf, torch.tensor(beta_max, dtype=F64))
+            corrected = u - beta * c * u.norm() * v_hat
+        else:
+            slope = 1 - c if reorient == "printed" else (c_ok - c) / (c_ok - c_bad)
+            lam = min(k_d * slope * conf, torch.tensor(1.0, dtype=F64))
+            u_tilde = (1 - lam) * u_hat + lam * v_hat
+            corrected = u.norm() * u_tilde / u_tilde.norm().clamp(min=eps)
+    return rho * corrected
+
+
+def pair(cosine: float, u_norm: float, m_norm: float, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A pseudo-gradient and a momentum of these norms at this cosine."""
+    generator = torch.Generator().manual_seed(seed)
+    v, w = (torch.randn(shape, dtype=F64, generator=generator) for _ in range(2))
+    v /= v.norm()
+    w -= (w * v).sum() * v
+    w /= w.norm()
+    return u_norm * (cosine * v + math.sqrt(1 - cosine**2) * w), m_norm * v
+
+
+def assert_near(actual: Tensor, expected: Tensor, scale: Tensor, ulps: int = 16) -> None:
+    """Equal up to a few roundings of numbers as large as the norm of `scale`."""
+    assert actual.shape == expected.shape
+    assert float((actual - expected).norm()) <= ulps * torch.finfo(F64).eps * float(scale.norm())
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_is_algorithm_2(variant: dict[str, Any], shape: tuple[int, ...]) -> None:
+    seen = set()
+    for cosine, ratio, rho in itertools.product(COSINES, (0.01, 1.0, 30.0), (1.0, 0.4472, 2.5)):
+        u, m = pair(cosine, ratio, 1.0, shape)
+        assert_near(correct(u, m, weight=rho, **variant), algorithm_2(u, m, rho, **variant), scale=rho * u)
+        seen.add(examine(u, m, weight=rho, **variant)[2].case)
+    assert seen == {"kept", "damped", "turned"}
+
+
+CONSTANTS = [{"c_ok": 0.9, "k_s": 2.0, "k_d": 0.3}, {"kappa": 0.0, "beta_max": 1.0}, {"c_bad": -1.0, "eps": 0.3}, {"k_d": 5.0}]
+
+
+@pytest.mark.parametrize("constants", CONSTANTS, ids=str)
+def test_it_is_algorithm_2_with_other_constants(constants: dict[str, float]) -> None:
+    for variant, cosine in itertools.product(VARIANTS, COSINES):
+        u, m = pair(cosine, 0.5, 1.0, (3, 3))
+        assert_near(correct(u, m, weight=0.7, **variant, **constants), algorithm_2(u, m, 0.7, **variant, **constants), scale=u)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
+def test_blocks_of_one_element_of_none_and_without_dimensions(variant: dict[str, Any]) -> None:
+    for u, m in [(-0.3, 2.0), (0.3, 2.0), (0.0, 2.0), (0.3, 0.0)]:
+        for shape in ((), (1,), (1, 1)):
+            delta, momentum = torch.full(shape, u, dtype=F64), torch.full(shape, m, dtype=F64)
+            assert_near(correct(delta, momentum, **variant), algorithm_2(delta, momentum, **variant), scale=delta)
+    empty = torch.empty(0, 3, dtype=F64)
+    assert correct(empty, empty, **variant).shape == (0, 3)
+
+
+def test_layout_does_not_matter() -> None:
+    for cosine in COSINES:
+        u, m = pair(cosine, 1.0, 2.0, (2, 3, 4, 5))
+        expected = algorithm_2(u, m)
+        strided = torch.stack([u, u], dim=-1)[..., 0]
+        for left, right in itertools.product((u, strided, u.to(memory_format=torch.channels_last)), (m, m.mT.contiguous().mT)):
+            assert_near(correct(left, right), expected, scale=u)
+
+
+# The lemma: Δ̂·v̂ ≥ u·v̂ and ‖Δ̂‖ ≤ ‖u‖, whatever the constants
+
+EDGES = [-1.0, -1e-3, -1e-12, -1e-300, 0.0, 1e-300, 1e-12, 1e-3, 1.0]
+NORMS = st.one_of(st.floats(-12, 6).map(lambda x: 10.0**x), st.sampled_from([1e-8, 1.0000001e-8, 0.9999999e-8, 1.0]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    c_ok = draw(st.one_of(st.just(0.2), st.floats(-1, 1), st.just(1.0)))
+    about_c_ok = [max(-1.0, min(1.0, c_ok + h)) for h in (-1e-3, -1e-12, -2e-16, 0, 2e-16, 1e-12)]
+    cosine = draw(st.one_of(st.floats(-1, 1), st.sampled_from(EDGES + about_c_ok)))
+    size = draw(st.integers(2, 9))
+    u, m = pair(cosine, draw(NORMS), draw(NORMS), (size,), draw(st.integers(0, 2**31)))
+    strengths = st.one_of(st.just(0.0), st.floats(0, 20))
+    constants = {
+        "reorient": draw(st.sampled_from(["printed", "ramp"])),
+        "c_ok": c_ok,
+        "k_s": draw(strengths),
+        "k_d": draw(strengths),
+        "kappa": draw(strengths),
+        "beta_max": draw(st.floats(0, 1)),
+        "eps": draw(st.sampled_from([0.0, 1e-8, 1e-3])),
+        "c_bad": draw(st.floats(-1, -1e-3)) + min(c_ok, 0.0),
+    }
+    return u, m, constants
+
+
+@settings(max_examples=1500, deadline=None, derandomize=True)
+@given(cases())
+def test_lemma(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
+    u, m, constants = case
+    corrected = correct(u, m, **constants)
+    outcome = examine(u, m, **constants)[2]
+    v_hat, length = m / m.norm(), float(u.norm())
+    rounding = 16 * torch.finfo(F64).eps
+    assert float((corrected * v_hat).sum()) >= float((u * v_hat).sum()) - rounding * length
+    assert float(corrected.norm()) <= length * (1 + rounding)
+    if outcome.case in ("kept", "skipped"):
+        assert torch.equal(corrected, u)
+    if outcome.case == "damped":  # only the component along the momentum changes, and by the factor 1 − β
+        along, after = (u * v_hat).sum() * v_hat, (corrected * v_hat).sum() * v_hat
+        assert_near(corrected - after, u - along, scale=u)
+        assert_near(after, (1 - outcome.strength) * along, scale=u)
+        assert 0 <= outcome.strength <= constants["beta_max"]
+    if outcome.case == "turned":
+        assert float(corrected.norm()) == pytest.approx(length, rel=rounding)
+        assert 0 <= outcome.strength <= 1
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(cases(), st.sampled_from(["after", "before"]), st.floats(0.01, 3))
+def test_it_is_algorithm_2_for_any_constants(case: tuple[Tensor, Tensor, dict[str, Any]], weigh: Any, rho: float) -> None:
+    u, m, constants = case
+    outcome = examine(u, m, weight=rho, weigh=weigh, **constants)[2]
+    sharp = [constants["c_ok"], 0.0]  # where c is within roundings of a jump, either side is right
+    if outcome.cosine is not None and min(abs(outcome.cosine - edge) for edge in sharp) < 1e-14:
+        return
+    if any(abs(float(x.norm()) * w / max(constants["eps"], 1e-300) - 1) < 1e-14 for x in (u, m) for w in (1, rho)):
+        return
+    expected = algorithm_2(u, m, rho, weigh=weigh, **constants)
+    # λ multiplies the rounding of c by at most k_d/(c_ok − c_bad): the ramp may be steep
+    steep = 1 + constants["k_d"] / (constants["c_ok"] - constants["c_bad"])
+    assert_near(correct(u, m, weight=rho, weigh=weigh, **constants), expected, scale=rho * u, ulps=int(16 * steep))
+
+
+# Where one case ends and the next begins, with numbers that are exact in binary
+
+
+def vector(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=F64)
+
+
+def test_from_c_ok_on_a_block_is_kept() -> None:
+    u, m = vector(3, 4), vector(1, 0)  # c = 3/5
+    assert examine(u, m, c_ok=0.6)[2].case == "kept"
+    assert examine(u, m, c_ok=math.nextafter(0.6, 1))[2].case == "turned"
+    assert torch.equal(correct(u, m, c_ok=0.6), u)
+
+
+def test_from_zero_on_a_block_is_turned_and_below_it_damped() -> None:
+    m = vector(1, 0)
+    assert [examine(vector(x, 1), m)[2].case for x in (-1e-300, -0.0, 0.0, 1e-300)] == ["damped", "turned", "turned", "turned"]
+
+
+def test_parallel_and_opposite_blocks() -> None:
+    m = vector(0.1, 0.7, -0.3)
+    assert examine(3 * m, m)[2].cosine == pytest.approx(1, abs=2.3e-16)
+    assert examine(-3 * m, m)[2].cosine == pytest.approx(-1, abs=2.3e-16)
+    assert torch.equal(correct(3 * m, m), 3 * m)
+    opposite = examine(-3 * m, m)[2]
+    assert_near(correct(-3 * m, m), -3 * m * (1 - opposite.strength), scale=3 * m)
+    assert opposite.strength == pytest.approx(0.5 * 3 / (3 + 3), rel=1e-7)  # k_s conf
+
+
+@pytest.mark.parametrize("tiny", ["pseudo-gradient", "momentum"])
+def test_below_eps_the_block_is_skipped_and_at_eps_not(tiny: str) -> None:
+    eps = 2.0**-27
+    for norm, skipped in ((eps, False), (math.nextafter(eps, 0), True), (0.0, True)):
+        u, m = vector(0, -norm), vector(0, 1)
+        u, m = (u, m) if tiny == "pseudo-gradient" else (m, u)
+        outcome = examine(u, m, eps=eps)[2]
+        assert (outcome.case == "skipped") is skipped
+        assert (outcome.cosine is None) is skipped
+        assert (outcome.confidence is None) is skipped
+        assert torch.equal(correct(u, m, eps=eps), u) is skipped
+
+
+def test_eps_sees_the_weighted_block_only_when_weighed_before() -> None:
+    u, m = vector(-1, 0), vector(1, 0)
+    assert examine(u, m, weight=0.25, weigh="before", eps=0.5)[2].case == "skipped"
+    assert examine(u, m, weight=0.25, weigh="after", eps=0.5)[2].case == "damped"
+
+
+def test_without_eps_zeros_are_skipped_all_the_same() -> None:
+    zero, one = vector(0, 0), vector(1, 0)
+    assert examine(zero, one, eps=0.0)[2].case == "skipped"
+    assert examine(one, zero, eps=0.0)[2].case == "skipped"
+    assert torch.equal(correct(one, zero, eps=0.0), one)
+
+
+def test_damping_takes_at_most_beta_max() -> None:
+    u, m = vector(-2, 1), vector(1, 0)
+    for beta_max in (0.0, 0.25, 1.0):
+        assert examine(u, m, k_s=100.0, beta_max=beta_max)[2].strength == beta_max
+        assert_near(correct(u, m, k_s=100.0, beta_max=beta_max), vector(-2 * (1 - beta_max), 1), scale=u, ulps=2)
+
+
+@pytest.mark.parametrize("reorient", ["printed", "ramp"])
+def test_turning_goes_at_most_as_far_as_the_momentum(reorient: Any) -> None:
+    u, m = vector(0, 3), vector(2, 0)
+    assert examine(u, m, k_d=100.0, reorient=reorient)[2].strength == 1
+    assert_near(correct(u, m, k_d=100.0, reorient=reorient), vector(3, 0), scale=u, ulps=2)
+
+
+def test_the_ramp_falls_to_zero_at_c_ok_and_the_printed_formula_jumps() -> None:
+    for h in (1e-2, 1e-5, 1e-8, 1e-11):
+        u, m = pair(0.2 - h, 1.0, 1.0, (5,))
+        ramp, printed = (examine(u, m, reorient=r)[2] for r in ("ramp", "printed"))
+        conf = 1 / (1 + 3 + 1e-8)
+        assert ramp.case == printed.case == "turned"
+        assert ramp.strength == pytest.approx(h / 0.4 * conf, abs=1e-15)
+        assert printed.strength == pytest.approx((0.8 + h) * conf, rel=1e-14)
+        assert float((correct(u, m, reorient="ramp") - u).norm()) < h
+        assert float((correct(u, m, reorient="printed") - u).norm()) > 0.2
+
+
+def test_at_cosine_zero_the_ramp_is_not_yet_full() -> None:
+    assert examine(vector(0, 1), vector(1, 0), reorient="ramp", kappa=0.0, eps=0.0)[2].strength == pytest.approx(0.5, rel=1e-15)
+    assert examine(vector(0, 1), vector(1, 0), reorient="printed", kappa=0.0, eps=0.0)[2].strength == 1
+
+
+# Neutral constants
+
+NEUTRAL = [{"c_ok": -1.0}, {"k_s": 0.0, "k_d": 0.0}, {"beta_max": 0.0, "k_d": 0.0}, {"kappa": 1e300}]
+
+
+@pytest.mark.parametrize("constants", NEUTRAL, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
+def test_neutral_constants_leave_every_block_alone(constants: dict[str, float], variant: dict[str, Any]) -> None:
+    for cosine in COSINES:
+        u, m = pair(cosine, 1.0, 2.0, (7,))
+        assert torch.equal(correct(u, m, **variant, **constants), u)
+        assert torch.equal(correct(u, m, weight=0.3, **variant, **constants), u * 0.3)
+
+
+def test_weight_one_is_no_weight_and_weight_zero_leaves_nothing() -> None:
+    for cosine, variant in itertools.product(COSINES, VARIANTS):
+        u, m = pair(cosine, 1.0, 2.0, (7,))
+        assert torch.equal(correct(u, m, weight=1.0, **variant), correct(u, m, reorient=variant["reorient"]))
+        assert not correct(u, m, weight=0.0, **variant).any()
+
+
+def test_weighing_after_scales_the_result_and_weighing_before_changes_the_confidence() -> None:
+    u, m = pair(-0.5, 1.0, 2.0, (7,))
+    after, before = (examine(u, m, weight=0.25, weigh=w)[2] for w in ("after", "before"))
+    assert_near(correct(u, m, weight=0.25), 0.25 * correct(u, m), scale=u)
+    assert after.confidence == pytest.approx(1 / (1 + 6 + 1e-8), rel=1e-15)
+    assert before.confidence == pytest.approx(0.25 / (0.25 + 6 + 1e-8), rel=1e-15)
+    assert after.cosine == pytest.approx(before.cosine, rel=1e-15)
+    assert_near(correct(u, m, weight=0.25, weigh="before"), correct(0.25 * u, m), scale=u, ulps=4)
+
+
+# What comes back
+
+
+@pytest.mark.parametrize("cosine", [-0.6, 0.1, 0.5])
+def test_the_outcome_holds_what_was_measured(cosine: float) -> None:
+    u, m = pair(cosine, 0.7, 1.9, (3, 5))
+    a, b, outcome = examine(u, m, weight=0.4)
+    conf = 0.7 / (0.7 + 3 * 1.9 + 1e-8)
+    strengths = {"damped": min(0.5 * -cosine * conf, 0.5), "turned": min((1 - cosine) * conf, 1), "kept": 0.0}
+    assert outcome.case == ("damped" if cosine < 0 else "turned" if cosine < 0.2 else "kept")
+    assert outcome.case in CASES
+    assert outcome.cosine == pytest.approx(cosine, abs=1e-15)
+    assert outcome.confidence == pytest.approx(conf, rel=1e-14)
+    assert outcome.strength == pytest.approx(strengths[outcome.case], rel=1e-14)
+    assert (outcome.pseudo_gradient_norm, outcome.momentum_norm) == pytest.approx((0.7, 1.9), rel=1e-14)
+    assert_near(a * u + b * m, correct(u, m, weight=0.4), scale=u)
+
+
+@pytest.mark.parametrize("cosine", [-0.6, 0.1, 0.5])
+def test_inputs_stay_as_they_were(cosine: float) -> None:
+    u, m = pair(cosine, 1.0, 1.0, (4, 4))
+    u_before, m_before = u.clone(), m.clone()
+    corrected = correct(u, m, weight=0.5)
+    corrected.zero_()
+    assert torch.equal(u, u_before)
+    assert torch.equal(m, m_before)
+
+
+def test_blocks_of_unlike_shape_are_refused() -> None:
+    for function in (correct, examine):
+        with pytest.raises(ValueError, match=r"shape \(2, 3\) and momentum \(3, 2\)"):
+            function(torch.ones(2, 3), torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_other_precisions_are_close_to_float64(dtype: torch.dtype) -> None:
+    for cosine in (-0.6, 0.1, 0.5):
+        u, m = pair(cosine, 1.0, 1.0, (50, 3))
+        corrected = correct(u.to(dtype), m.float())
+        assert corrected.dtype == dtype
+        assert float((corrected.double() - algorithm_2(u, m)).norm()) < 4 * torch.finfo(dtype).eps
+
+
+BAD: list[dict[str, Any]] = [
+    {"reorient": "slerp"},
+    {"weigh": "never"},
+    *({name: value} for name in ("k_s", "k_d", "kappa", "eps") for value in (-0.1, math.inf, math.nan)),
+    *({"beta_max": value} for value in (-0.1, 1.1, math.nan)),
+    *({"c_ok": value} for value in (math.nan, math.inf, -math.inf)),
+    *({"c_bad": value} for value in (math.nan, math.inf, -math.inf, 0.2, 0.3)),
+]
+
+
+@pytest.mark.parametrize("constants", BAD, ids=str)
+def test_constants_outside_their_range_are_refused_in_a_sentence(constants: dict[str, Any]) -> None:
+    [(name, value)] = constants.items()
+    with pytest.raises(ValueError, match=r"\.$") as refusal:
+        Correction(**constants)
+    assert name in str(refusal.value)
+    assert str(value) in str(refusal.value)
