@@ -47,7 +47,7 @@ MODELS = {
 
 
 def plain_step(parameters: list[Tensor], momenta: list[Tensor]) -> None:
-    """Algorithm 2 and the step as one would write them down, block by block with temporaries (`printed`, the paper's constants)."""
+    """Algorithm 2 and the step as one would write them down, block by block with temporaries (`printed`, default constants)."""
     c_ok, k_s, k_d, kappa, beta_max, eps = 0.2, 0.5, 1.0, 3.0, 0.5, 1e-8
     with torch.no_grad():
         for p, m in zip(parameters, momenta, strict=True):

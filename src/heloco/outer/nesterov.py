@@ -22,16 +22,18 @@ class Nesterov(OuterOptimizer):
         mixed = [x for x in blocks if x.parameter.dtype != x.momentum.dtype]
         momentum_step(mixed, [1.0] * len(mixed))  # torch's SGD keeps no float32 momentum for half-precision parameters
         for group in self.param_groups:
-            self._sgd([x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype], group)
+            own = [x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype]
+            for fused in {_fusable(x) for x in own}:
+                self._sgd([x for x in own if _fusable(x) is fused], group, group["fused"] if fused else False)
         return [momentum_step_length(block, 1.0) for block in blocks]
 
-    def _sgd(self, blocks: list[Block], group: dict[str, Any]) -> None:
+    def _sgd(self, blocks: list[Block], group: dict[str, Any], fused: bool | None) -> None:
         weighted = [x.pseudo_gradient if x.a == 1 else x.pseudo_gradient * x.a for x in blocks]
         sgd(
             [x.parameter for x in blocks],
             [g.to(x.parameter.dtype) for g, x in zip(weighted, blocks, strict=True)],
             [x.momentum for x in blocks],
-            fused=group["fused"],
+            fused=fused,
             weight_decay=0.0,
             momentum=group["momentum"],
             lr=group["lr"],
@@ -39,3 +41,8 @@ class Nesterov(OuterOptimizer):
             nesterov=group["momentum"] > 0,  # torch's word for it: without momentum there is nothing to look ahead with
             maximize=False,
         )
+
+
+def _fusable(block: Block) -> bool:
+    """torch's fused SGD walks through memory whatever the strides: tensors laid out otherwise would be paired wrongly."""
+    return all(x.is_contiguous() for x in (block.parameter, block.momentum, block.pseudo_gradient))

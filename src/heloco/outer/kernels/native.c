@@ -10,12 +10,19 @@
 #include <stdint.h>
 
 #define STRIPE 4096
+#define THREADS_FROM 65536 /* elements in all; below that, waking the other threads takes longer than the work */
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
 #define EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define EACH_CPU
 #endif
+
+static int many(const int64_t *n, int64_t spans) {
+    int64_t sum = 0;
+    for (int64_t s = 0; s < spans; s++) sum += n[s];
+    return sum >= THREADS_FROM;
+}
 
 #define DEFINE(T, NAME)                                                                                                 \
     EACH_CPU static void statistics_##NAME(const T *restrict u, const T *restrict m, int64_t n, double *restrict out) {   \
@@ -44,12 +51,12 @@
     }                                                                                                                   \
                                                                                                                         \
     void heloco_statistics_##NAME(T *const *u, T *const *m, const int64_t *n, int64_t spans, double *out) {              \
-        _Pragma("omp parallel for schedule(static)") for (int64_t s = 0; s < spans; s++)                                \
+        _Pragma("omp parallel for schedule(static) if (many(n, spans))") for (int64_t s = 0; s < spans; s++)            \
             statistics_##NAME(u[s], m[s], n[s], out + 3 * s);                                                           \
     }                                                                                                                   \
                                                                                                                         \
     void heloco_update_##NAME(T *const *p, T *const *m, T *const *u, const int64_t *n, int64_t spans, const double *rules) { \
-        _Pragma("omp parallel for schedule(static)") for (int64_t s = 0; s < spans; s++)                                \
+        _Pragma("omp parallel for schedule(static) if (many(n, spans))") for (int64_t s = 0; s < spans; s++)            \
             update_##NAME(p[s], m[s], u[s], n[s], rules + 5 * s);                                                       \
     }
 
