@@ -46,9 +46,11 @@ def test_size_is_reached_by_the_last_document_and_a_smaller_one_is_a_beginning(l
 
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_words_follow_zipf_and_validation_uses_the_same_ones(language):
-    train, val = (re.findall(r"\w+", text(language, 0, split, size).lower()) for split, size in (("train", 400_000), ("val", 60_000)))
+    train, val = (
+        re.findall(r"\w+", text(language, 0, split, size).lower()) for split, size in (("train", 400_000), ("val", 60_000))
+    )
     counts = [count for _, count in Counter(train).most_common()]
-    assert len(counts) > 800
+    assert len(counts) > 500  # inflected forms
     assert counts[0] > 20 * counts[200] > 20
     known = set(train)
     assert sum(word in known for word in val) > 0.97 * len(val)

@@ -130,6 +130,22 @@ def test_what_fails_in_a_helper_fails_here():
         list(encoder.map([Batch("train", ["\ud800"], 0)]))
 
 
+def test_the_room_needs_no_torch():
+    """The helpers start without the packages above, so nothing here may lean on them."""
+    code = """
+import sys, types
+for name, folder in packages:
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+import heloco.task.corpus
+heavy = {'torch', 'datasets', 'pyarrow', 'tiktoken', 'tokenizers', 'rich'}
+print(heavy & {name.partition('.')[0] for name in sys.modules})
+"""
+    task = Path(languages.__file__).parents[1]
+    child = start(code, packages=[("heloco", str(task.parent)), ("heloco.task", str(task))])
+    assert child.communicate(timeout=60) == ("set()\n", "")
+
+
 def test_a_killed_helper_is_told_of():
     with Encoder(load_tokenizer("bytes"), 2) as encoder:
         assert len(list(encoder.map([Batch("train", ["a"], 0)]))) == 1

@@ -61,7 +61,7 @@ class Ledger:
 
     def state_dict(self) -> list[dict[str, Any]]:
         return [
-            {"windows": p.windows, "cursor": p.cursor, "visits": p.visits, "steps": p.steps, "returned": p.returned}
+            {"windows": p.windows, "cursor": p.cursor, "visits": p.visits, "steps": p.steps, "returned": list(p.returned)}
             for p in self.pages
         ]
 

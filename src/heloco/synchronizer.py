@@ -219,6 +219,8 @@ class Synchronizer:
         ):
             if [t.shape for t in ours] != [t.shape for t in theirs]:
                 return f"the {what} does not have the model's shapes"
+        if not all(map(_fits, self.buffers, contribution.buffers)):
+            return "the buffers hold NaN or Inf"
         return ""
 
     def _step(self, pseudo_gradient: Sequence[Tensor], weight: float) -> bool:
@@ -239,9 +241,7 @@ class Synchronizer:
         """Buffers (BatchNorm's statistics, say) move towards the worker's by its share; counters take the larger value."""
         if share:
             for i, (ours, theirs) in enumerate(zip(self.buffers, arrived, strict=True)):  # new tensors: rounds hold the old ones
-                theirs = theirs.to(ours.device)
-                mixed = torch.lerp(ours, theirs, share) if ours.is_floating_point() else torch.maximum(ours, theirs)
-                self.buffers[i] = mixed
+                self.buffers[i] = _mixed(ours, theirs, share)
 
     # ---- barrier (synchronous) mode
 
@@ -265,16 +265,14 @@ class Synchronizer:
 
     def _gather_tensors(self, contribution: Contribution, weight: float) -> None:
         if not self._gathered:
-            self._gathered = [d * weight for d in contribution.pseudo_gradient]
-            self._gathered_buffers = [b / self.workers if b.is_floating_point() else b.clone() for b in contribution.buffers]
+            own = zip(self.parameters, contribution.pseudo_gradient, strict=True)
+            self._gathered = [d.to(p.device, p.dtype) * weight for p, d in own]
+            self._gathered_buffers = [b.clone() for b in contribution.buffers]
             return
         for total, delta in zip(self._gathered, contribution.pseudo_gradient, strict=True):
-            total.add_(delta, alpha=weight)
-        for total, buffer in zip(self._gathered_buffers, contribution.buffers, strict=True):
-            if total.is_floating_point():
-                total.add_(buffer, alpha=1 / self.workers)
-            else:
-                torch.maximum(total, buffer, out=total)
+            total.add_(delta.to(total.device, total.dtype), alpha=weight)
+        share = 1 / len(self._gathered_workers)  # the mean so far moves by 1/2, 1/3, …: what is equal everywhere stays to the bit
+        self._gathered_buffers = [_mixed(b, a, share) for b, a in zip(self._gathered_buffers, contribution.buffers, strict=True)]
 
     def _open_barrier(self) -> tuple[int, ...]:
         self._gathered, self._gathered_buffers, self._gathered_workers = [], [], []
@@ -338,3 +336,18 @@ class Synchronizer:
             "gathered": self._gathered,
             "gathered_buffer": self._gathered_buffers,
         }
+
+
+def _fits(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether a buffer is finite, but for what is infinite in ours too (a mask of −∞, say)."""
+    theirs = theirs.to(ours.device)
+    return bool((theirs.isfinite() | (theirs == ours)).all())
+
+
+def _mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
+    """A buffer moved towards the other one by `share`; counters take the larger value, infinite entries the finite one."""
+    theirs = theirs.to(ours.device)
+    if not (ours.is_floating_point() or ours.is_complex()):
+        return torch.maximum(ours, theirs)
+    mixed = torch.lerp(ours, theirs.to(ours.dtype), share)
+    return torch.where(theirs.isfinite(), torch.where(ours.isfinite(), mixed, theirs), ours)

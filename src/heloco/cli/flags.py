@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -13,8 +14,16 @@ from heloco.errors import UserError, nearest
 class Parser(argparse.ArgumentParser):
     """argparse, with whole sentences for what is wrong."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")  # `--paces -1,2` has a value, if a bad one
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise UserError(f"There is no command {value!r}; {nearest(value, list(action.choices))} See `{self.prog} --help`.")
 
     def parse_all(self, arguments: list[str]) -> argparse.Namespace:
         """Like parse_args, but an unknown option is answered with the nearest one of the command."""

@@ -87,20 +87,20 @@ def train(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import build_task
     from heloco.engine.local import LocalRun, describe
     from heloco.errors import nearest
-    from heloco.run import RunConfig, RunFolder, next_free, resolve, with_fields
+    from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.config import RECIPES, read_toml
 
     if parsed.recipe not in RECIPES:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
     values = RECIPES[parsed.recipe] | (read_toml(parsed.config) if parsed.config else {}) | given_fields(parsed)
     config = resolve(with_fields(RunConfig(), values))
-    path: Path = parsed.out or next_free(Path("runs"), config.outer.method)
-    RunFolder.check_free(path)
+    if parsed.out:
+        RunFolder.check_free(parsed.out)
     with preparing() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
     meta = describe(task, config, local.model)
-    local.folder = RunFolder.create(path, config, meta)
+    local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, meta)
     local.folder.start_writing(0, 0)
     return carry_out(local, local.folder, meta)
 
@@ -110,15 +110,26 @@ def resume(parsed: argparse.Namespace) -> int:
 
     from heloco.engine.local import LocalRun
     from heloco.run import RunFolder
+    from heloco.run.folder import CONFIG
 
     folder = RunFolder.open(parsed.folder)
     config, meta = folder.config(), folder.meta()
+    if config.digest() != meta["config_digest"]:
+        raise UserError(
+            f"{folder.path / CONFIG} is not the config this run was started with: restore it, or start a new run with "
+            f"`heloco train --config {folder.path / CONFIG}`."
+        )
     loaded = folder.load_latest()
     if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
     torch.set_num_threads(meta["threads"])  # sums depend on it, to the bit
-    local = LocalRun(rebuild_task(config, parsed.data), config, folder=folder)
+    task = rebuild_task(config, parsed.data)
+    if task.digest != meta["task_digest"]:
+        raise UserError(
+            "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
+        )
+    local = LocalRun(task, config, folder=folder)
     state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
     if loaded:
         state, tensors = loaded
@@ -135,6 +146,8 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
     from heloco.engine.build import build_task
 
     if data is not None:
+        if config.data.task == "images":
+            raise UserError("The run's images are drawn by code: leave --data out.")
         picked = config.data.languages if languages is None else languages
         config = replace(config, data=replace(config.data, data=data, languages=picked))
     with preparing() as progress:
@@ -165,7 +178,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any]) -> i
             local.observers.append(progress)
             local.run()
     except StopRequested:
-        console.print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
+        print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
         return 128 + caught[0]
     finally:
         for number, handler in before.items():
@@ -173,7 +186,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any]) -> i
         folder.close()
     for table in tables(summary):
         console.print(table)
-    console.print(f"The run's folder: [b]{folder.path}[/]")
+    print(f"The run's folder: {folder.path}")  # not through the console, which would break a long path over lines
     return 0
 
 
@@ -190,6 +203,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from heloco.engine.build import load_model, pick_device
+    from heloco.engine.local import finite
     from heloco.report.terminal import scores_table
     from heloco.run import RunFolder
     from heloco.task import mean_scores
@@ -199,7 +213,11 @@ def evaluate(parsed: argparse.Namespace) -> int:
     state, tensors = folder.load_model()
     task = rebuild_task(config, parsed.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
-    line = {"arrival": state["arrival"], "mean": mean_scores(scores), "scores": scores}
+    line = {
+        "arrival": state["arrival"],
+        "mean": finite(mean_scores(scores)),
+        "scores": {name: finite(measures) for name, measures in scores.items()},
+    }
     if parsed.json:
         print(json.dumps(line, indent=1))
     else:

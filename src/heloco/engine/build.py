@@ -62,7 +62,9 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
 
 
 def _absolute(name: str) -> str:
-    """A path that holds from any folder; names such as builtin, gpt2 or hf:… stay."""
+    """A path that holds from any folder; names such as builtin, gpt2 or hf:… stay, even where a file is called so."""
+    if name in ("builtin", "bytes", "gpt2") or name.startswith("hf:"):
+        return name
     return str(Path(name).expanduser().resolve()) if Path(name).expanduser().exists() else name
 
 
@@ -114,7 +116,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"The device {name!r} cannot be used here ({str(error).splitlines()[0]}): try --device cpu.") from error
     return device

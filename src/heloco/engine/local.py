@@ -53,11 +53,20 @@ def describe(task: Task, config: RunConfig, model: nn.Module) -> dict[str, Any]:
         "paces": config.workers.paces,
         "unit": task.unit,
         "task_digest": task.digest,
+        "config_digest": config.digest(),
         "parameters": sum(p.numel() for p in model.parameters()),
         "shards": [{"name": shard.name, "windows": shard.windows} for shard in task.shards],
         "blocks": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
         "buffers": [name for name, _ in model.named_buffers()],
+        "tied": _tied(model),
     }
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """Further names of parameters that are already known by another: a head that is the token embedding, say."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first[id(p)] != name}
 
 
 class LocalRun:
@@ -137,8 +146,8 @@ class LocalRun:
             "time_s": self.simulation.now_s,
             "inner_steps": self.synchronizer.steps_accepted,
             "units": self.units,
-            "mean": _finite(mean_scores(scores)),
-            "scores": {name: _finite(measures) for name, measures in scores.items()},
+            "mean": finite(mean_scores(scores)),
+            "scores": {name: finite(measures) for name, measures in scores.items()},
         }
         self._evaluated_at = self.synchronizer.arrivals
         if self.folder is not None:
@@ -197,5 +206,6 @@ def _due(arrivals: int, every: int) -> bool:
     return every > 0 and arrivals % every == 0
 
 
-def _finite(measures: dict[str, float]) -> dict[str, float | None]:
+def finite(measures: dict[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN: a measure that is none is null."""
     return {name: value if math.isfinite(value) else None for name, value in measures.items()}

@@ -30,10 +30,12 @@ class Result:
 
 
 def simulate(
-    task: Task | None = None, *, method: str = "heloco", paces: Sequence[float] = (1, 1, 6, 6, 6), **settings: Any
+    task: Task | str | None = None, *, method: str = "heloco", paces: Sequence[float] = (1, 1, 6, 6, 6), **settings: Any
 ) -> Result:
-    """Trains `task` (None: the one the settings describe, by default the built-in languages) with unequal workers under a virtual
-    clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, batch_size, outer_lr, …"""
+    """Trains `task` (or the one the settings describe: "language", on the built-in languages by default, or "images") with
+    unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …"""
+    if isinstance(task, str):
+        settings["task"], task = task, None
     config = resolve(with_fields(RunConfig(), {"method": method, "paces": list(paces), **settings}))
     if task is None:
         task, config = build_task(config)

@@ -58,10 +58,11 @@ class Simulation:
 
     def give(self, contribution: Contribution) -> None:
         """The result of a needed round. It takes effect when the clock comes to its arrival."""
-        held = self._rounds.get(contribution.worker)
-        if held is None or held.index != contribution.index:
-            raise ValueError(f"nobody asked for round {contribution.index} of worker {contribution.worker}.")
-        self._results[contribution.worker] = contribution
+        worker, asked = contribution.worker, self._rounds.get(contribution.worker)
+        known = asked is not None and (asked.index, asked.version) == (contribution.index, contribution.version)
+        if not known or worker in self._results:
+            raise ValueError(f"nobody asked for round {contribution.index} (version {contribution.version}) of worker {worker}.")
+        self._results[worker] = contribution
 
     def advance(self) -> tuple[Arrival, Contribution] | None:
         """Runs the clock to the next arrival; None where that waits for a result (see `needed`)."""

@@ -25,8 +25,9 @@ def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, T
     """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is."""
     folder.mkdir(exist_ok=True)
     final = folder / f"arrival-{arrival:08d}"
-    temporary = folder / f".{final.name}.{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time
+        shutil.rmtree(left_over)
+    temporary = folder / f".{final.name}"
     temporary.mkdir()
     try:
         path = temporary / "tensors.safetensors"
@@ -37,19 +38,27 @@ def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, T
             with name.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # the same arrival again, after a resume: same content
+        if final.exists():  # the same arrival again: only refusals came in between
+            _discard(final)
         temporary.rename(final)
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     for old in found(folder)[:-KEEP]:
-        shutil.rmtree(old)
+        _discard(old)
     return final
+
+
+def _discard(path: Path) -> None:
+    """Out of sight first, so that nobody finds it half deleted."""
+    hidden = path.with_name(f".{path.name}.old")
+    path.rename(hidden)
+    shutil.rmtree(hidden)
 
 
 def found(folder: Path) -> list[Path]:
     """The checkpoints there are, oldest first."""
-    return sorted(folder.glob("arrival-*"))
+    return sorted(folder.glob("arrival-" + "[0-9]" * 8))
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

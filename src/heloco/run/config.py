@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-import tomli_w
-
 from heloco.errors import UserError, nearest
 from heloco.inner import InnerOptions
 from heloco.methods import get_method
@@ -166,7 +164,7 @@ def convert(name: str, value: Any) -> Any:
         hint = options[0] if len(options) == 1 else hint
     try:
         return _as(hint, value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         choices = get_args(hint) if get_origin(hint) is Literal else ()
         remedy = nearest(str(value), [str(c) for c in choices]) if choices else f"give {_in_words(hint)}."
         raise UserError(f"{name} cannot be {value!r}: {remedy}") from error
@@ -179,8 +177,9 @@ def _as(hint: Any, value: Any) -> Any:
         return value
     if get_origin(hint) is list:
         [item] = get_args(hint)
-        parts = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
-        return [_as(item, part) for part in parts]
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")] if value.strip() else []
+        return [_as(item, part) for part in (value if isinstance(value, tuple) else _same(list, value))]
     if hint is bool:
         return (
             {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
@@ -224,6 +223,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no config file {path}: check the path.") from None
+    except OSError as error:
+        raise UserError(
+            f"The config file {path} cannot be read ({error.strerror}): give a TOML file that you may read."
+        ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
     values: dict[str, Any] = {}
@@ -239,8 +242,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def to_toml(config: RunConfig) -> str:
-    sections = {section: {k: v for k, v in entries.items() if v is not None} for section, entries in asdict(config).items()}
-    return tomli_w.dumps(sections)
+    """The config as TOML. Its values are numbers, booleans, strings and lists of them, which TOML writes as JSON does."""
+    lines = []
+    for section, entries in asdict(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
 
 
 def outer_knobs(config: OuterConfig) -> dict[str, Any]:
@@ -269,11 +277,15 @@ def resolve(config: RunConfig) -> RunConfig:
     settings = config.run
     if settings.arrivals < 1:
         raise UserError(f"arrivals is {settings.arrivals}: a run takes in at least one contribution.")
+    if settings.seed < 0:
+        raise UserError(f"seed is {settings.seed}: give a number ≥ 0.")
     for name in ("eval_every", "checkpoint_every"):
         if getattr(settings, name) < 0:
             raise UserError(f"{name} is {getattr(settings, name)}: give a number ≥ 0 (0: only at the start and the end).")
     if settings.max_refusals < 1:
         raise UserError(f"max_refusals is {settings.max_refusals}: give a number ≥ 1.")
+    if not 0 < config.data.limit_mb < math.inf:
+        raise UserError(f"limit_mb is {config.data.limit_mb}: give a finite number above 0.")
     Drop(config.outer.drop, config.outer.drop_above)
     weight_options(config.outer)
     method.check(outer_knobs(config.outer))
@@ -305,8 +317,8 @@ def _resolve_workers(config: WorkersConfig) -> WorkersConfig:
     for pace in paces:
         if not (math.isfinite(pace) and pace > 0):
             raise UserError(f"A pace is {pace}: paces are seconds per inner step, finite and above 0.")
-        if pace < 1e-9:
-            raise UserError(f"A pace of {pace} s is below the clock's nanosecond: give paces in larger units.")
+        if not 1e-9 <= pace <= 1e9:
+            raise UserError(f"A pace of {pace:g} s is outside the clock's 1e-9 to 1e9: give paces in other units.")
     if config.workers < 0:
         raise UserError(f"workers is {config.workers}: give a number ≥ 1, or leave it out.")
     if config.workers and len(paces) == 1:
@@ -315,7 +327,7 @@ def _resolve_workers(config: WorkersConfig) -> WorkersConfig:
         raise UserError(f"{config.workers} workers but {len(paces)} paces: give one pace per worker, or one for all.")
     if config.inner_steps < 1:
         raise UserError(f"inner_steps is {config.inner_steps}: a round needs at least one step.")
-    if not (math.isfinite(config.grace_s) and config.grace_s >= 0):
-        raise UserError(f"grace_s is {config.grace_s}: give seconds ≥ 0.")
+    if not 0 <= config.grace_s <= 1e9:
+        raise UserError(f"grace_s is {config.grace_s}: give seconds from 0 to 1e9.")
     assert config.steps in STEPS and config.assign in CHOICES
-    return replace(config, paces=paces, workers=len(paces))
+    return replace(config, paces=paces, workers=0)  # the paces say it: `--config` with other --paces must not contradict

@@ -22,9 +22,7 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise UserError(f"The disk is full while writing {path}: free some space, then {remedy}") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise UserError(f"{path} cannot be written ({error.strerror}): mend its permissions, then {remedy}") from error
-        raise
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose or mend the place, then {remedy}") from error
     except SafetensorError as error:  # carries the operating system's error as text
         if any(f"os error {number}" in str(error) for number in FULL):
             raise UserError(f"The disk is full while writing {path}: free some space, then {remedy}") from error

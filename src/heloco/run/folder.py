@@ -10,6 +10,8 @@ checkpoints/          the newest two, each whole
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from torch import Tensor
 
 from heloco.errors import UserError
 from heloco.run import checkpoint
-from heloco.run.config import RunConfig, read_toml, to_toml, with_fields
+from heloco.run.config import RunConfig, read_toml, resolve, to_toml, with_fields
 from heloco.run.disk import disk_errors, write_atomically
 from heloco.run.lines import Lines
 
 CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
+META_KEYS = {
+    "threads", "method", "paces", "unit", "task_digest", "config_digest", "shards", "blocks", "buffers", "tied",
+}  # fmt: skip
 
 
 class RunFolder:
@@ -39,19 +44,26 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, config: RunConfig, meta: dict[str, Any]) -> "RunFolder":
-        """A new folder with its config; refuses one that exists and is not empty."""
-        cls.check_free(path)
+        """A new folder with its config, taken for this process; refuses one that exists and is not empty."""
         folder = cls(path)
         with disk_errors(path, "start the run again."):
             path.mkdir(parents=True, exist_ok=True)
-            write_atomically(path / META, json.dumps(meta, indent=1).encode())
-            write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
+            with folder._taken():
+                cls.check_free(path)
+                try:
+                    write_atomically(path / META, json.dumps(meta, indent=1).encode())
+                    write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
+                except OSError:
+                    (path / META).unlink(missing_ok=True)
+                    raise
         return folder
 
     @staticmethod
     def check_free(path: Path) -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if (path / CONFIG).is_file():
             raise UserError(f"The run folder {path} exists: choose another --out, or `heloco resume {path}` to go on with it.")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"{path} exists and is no empty folder: choose another --out.")
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -60,29 +72,44 @@ class RunFolder:
         return cls(path)
 
     def config(self) -> RunConfig:
-        return with_fields(RunConfig(), read_toml(self.path / CONFIG))
+        return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG)))
 
     def meta(self) -> dict[str, Any]:
         try:
             meta: dict[str, Any] = json.loads((self.path / META).read_text())
-        except (OSError, ValueError) as error:
+            missing = META_KEYS - set(meta)
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{self.path / META} cannot be read ({error}): restore it, or start the run anew.") from error
+        if missing:
+            raise UserError(f"{self.path / META} was edited: {min(missing)} is missing. Restore it, or start the run anew.")
         return meta
 
     # ---- writing
 
     def start_writing(self, tape_bytes: int, evals_bytes: int) -> None:
         """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands."""
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            self._lock = None
-            raise UserError(f"Another process is writing {self.path}: wait for it to end, or stop it first.") from None
-        with disk_errors(self.path, self.remedy):
+        with self._taken(), disk_errors(self.path, self.remedy):
+            for name, size in ((TAPE, tape_bytes), (EVALS, evals_bytes)):
+                path = self.path / name
+                if (path.stat().st_size if path.exists() else 0) < size:
+                    raise UserError(f"{path} is cut short: its checkpoint is at byte {size}. Restore it, or start the run anew.")
             self.tape = Lines(self.path / TAPE, tape_bytes)
             self.evals = Lines(self.path / EVALS, evals_bytes)
+
+    @contextmanager
+    def _taken(self) -> Iterator[None]:
+        """Locks the folder for this process, until `close` or until something goes wrong inside."""
+        if self._lock is None:
+            self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError:
+            self.close()
+            raise UserError(f"Another process is writing {self.path}: wait for it to end, or stop it first.") from None
+        except BaseException:
+            self.close()
+            raise
 
     def write_arrival(self, record: dict[str, Any]) -> None:
         assert self.tape is not None
@@ -125,9 +152,15 @@ class RunFolder:
             self._lock = None
 
 
-def next_free(parent: Path, stem: str) -> Path:
-    """parent/stem-001, or the first number that is not taken."""
-    number = 1
-    while (parent / f"{stem}-{number:03d}").exists():
-        number += 1
-    return parent / f"{stem}-{number:03d}"
+def make_next(parent: Path, stem: str) -> Path:
+    """Makes parent/stem-001, or the first number that is not taken, and gives its path: two runs at once get two folders."""
+    with disk_errors(parent, "start the run again."):
+        parent.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while True:
+            path = parent / f"{stem}-{number:03d}"
+            try:
+                path.mkdir()
+                return path
+            except FileExistsError:
+                number += 1

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from heloco.errors import UserError
+
 
 class Lines:
     """Each line reaches the operating system at once, so that a killed process loses none; `sync` makes them durable."""
@@ -37,6 +39,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise UserError(
+                        f"{path}: line {number} was edited and is no record. Restore it, or start the run anew."
+                    ) from error

@@ -56,11 +56,12 @@ def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 
 def to_device(batch: Any, device: Any) -> Any:
-    """A batch moved: a tensor, or tuples, lists and dicts of them."""
+    """A batch moved: a tensor, or tuples (named or not), lists and dicts of them."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple | list):
-        return type(batch)(to_device(value, device) for value in batch)
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
     return batch

@@ -1,7 +1,7 @@
 """A task made of the user's own parts: a model, a loss, and one dataset per shard."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +58,7 @@ class DatasetTask:
         return self._loss(model, batch)
 
     def units(self, batch: Any) -> int:
-        first = batch
-        while not isinstance(first, Tensor):
-            first = next(iter(first.values() if isinstance(first, Mapping) else first))
-        return len(first)
+        return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Scores:
@@ -81,3 +78,12 @@ class DatasetTask:
             samples = [data[i] for i in range(start, min(len(data), start + self._eval_batch_size))]
             total += float(self._loss(model, to_device(self._collate(samples), device))) * len(samples)
         return total / len(data)
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """The tensors in a batch, whatever they are wrapped in."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping | tuple | list):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from _tensors(part)

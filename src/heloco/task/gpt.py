@@ -89,5 +89,5 @@ class TinyGPT(nn.Module):
 def build(config: GPTConfig, seed: int) -> TinyGPT:
     """The model with the parameters that this seed gives, whatever the global generator's state, which stays as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return TinyGPT(config)

@@ -83,7 +83,7 @@ class ImagesTask:
 
     def build_model(self) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive(self.seed, "model"))
+            torch.default_generator.manual_seed(derive(self.seed, "model"))
             return ShapesNet()
 
     def batch(self, shard: int, positions: Positions) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,263 @@
+"""The compiled kernels against the portable ones, and what both promise: no dependence on threads, no large temporaries."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heloco.outer import MLA, HeLoCo, Nesterov, NotFinite
+from heloco.outer.kernels import native, portable
+from test_outer_correction import algorithm_2
+
+STRIPE = 4096  # native.c flushes its sums to double every so many elements
+SIZES = [0, 1, 2, 7, 31, 33, STRIPE - 1, STRIPE, STRIPE + 1, native.SPAN - 1, native.SPAN, native.SPAN + 1, 3 * native.SPAN + 5]
+RULE = (0.8, 0.3, 0.7, 0.9, 0.1)
+compiled = pytest.mark.skipif(not native.available, reason="the compiled kernels were not built: no C compiler at installation")
+both_precisions = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+
+
+def blocks(sizes: list[int], dtype: torch.dtype, count: int = 3) -> list[list[Tensor]]:
+    """`count` lists (θ, m, Δ) of blocks of these sizes."""
+    generator = torch.Generator().manual_seed(3)
+    return [[torch.randn(size, dtype=torch.float64, generator=generator).to(dtype) for size in sizes] for _ in range(count)]
+
+
+def exact_sums(u: Tensor, m: Tensor) -> tuple[float, float, float]:
+    pairs = [(u, u), (m, m), (u, m)]
+    return tuple(math.fsum((x.double() * y.double()).tolist()) for x, y in pairs)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def threads() -> Iterator[Any]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+# The same numbers
+
+
+@compiled
+@both_precisions
+@pytest.mark.parametrize("kernels", [native, portable], ids=["native", "portable"])
+def test_sums_of_all_sizes_at_once(kernels: Any, dtype: torch.dtype) -> None:
+    u, m = blocks(SIZES, dtype, count=2)
+    for x, y, (uu, mm, um) in zip(u, m, kernels.statistics(u, m), strict=True):
+        exact = exact_sums(x, y)
+        allowed = 8 * torch.finfo(dtype).eps * math.sqrt(exact[0] * exact[1])
+        assert (uu, mm, um) == pytest.approx(exact, rel=8 * torch.finfo(dtype).eps, abs=allowed)
+
+
+@compiled
+@both_precisions
+def test_compiled_and_portable_updates_agree(dtype: torch.dtype) -> None:
+    p, m, u = blocks(SIZES, dtype)
+    q, n = [x.clone() for x in p], [x.clone() for x in m]
+    rules = [(0.8 + 0.1 * i, 0.3 * (i % 2), 0.7, 0.9, 0.1) for i in range(len(SIZES))]
+    native.update(p, m, u, rules)
+    portable.update(q, n, u, rules)
+    eps = torch.finfo(dtype).eps  # the compiled kernel may fuse a multiplication with an addition
+    for left, right in [*zip(p, q, strict=True), *zip(m, n, strict=True)]:
+        torch.testing.assert_close(left, right, rtol=4 * eps, atol=4 * eps)
+
+
+@compiled
+@both_precisions
+def test_every_element_is_updated_once_and_nothing_beyond(dtype: torch.dtype) -> None:
+    for size in SIZES:
+        p, m, u = ([torch.full((size + 2,), x, dtype=dtype)] for x in (1.0, 2.0, 3.0))
+        native.update(*([x[1:-1] for x in tensors] for tensors in (p, m, u)), [RULE])
+        a, b, lr, mu, gain = RULE
+        g = a * 3 + b * 2
+        after = mu * 2 + gain * g
+        for [tensor], edge, inside in ((p, 1.0, 1 - lr * (g + mu * after)), (m, 2.0, after), (u, 3.0, 3.0)):
+            assert tensor[0] == tensor[-1] == edge
+            torch.testing.assert_close(tensor[1:-1], torch.full((size,), inside, dtype=dtype))
+
+
+@compiled
+@both_precisions
+def test_a_whole_run_is_the_same_without_the_compiled_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, *deltas = blocks(SIZES, dtype, count=6)
+
+    def run() -> list[Tensor]:
+        params = [torch.nn.Parameter(x.clone()) for x in start]
+        optimizer = HeLoCo(params, c_ok=0.01)
+        for arrival in deltas:
+            for p, delta in zip(params, arrival, strict=True):
+                p.grad = delta
+            optimizer.step(weight=0.4)
+        return [p.detach() for p in params]
+
+    with_them = run()
+    monkeypatch.setattr(native, "available", False)
+    monkeypatch.setattr(native, "_library", None)
+    for left, right in zip(with_them, run(), strict=True):
+        torch.testing.assert_close(left, right, rtol=64 * torch.finfo(dtype).eps, atol=64 * torch.finfo(dtype).eps)
+
+
+@compiled
+@both_precisions
+def test_the_number_of_threads_does_not_show_in_any_bit(dtype: torch.dtype, threads: Any) -> None:
+    results = []
+    for count in (1, 2):
+        threads(count)
+        p, m, u = blocks([*SIZES, 20 * native.SPAN + 3], dtype)
+        sums = native.statistics(u, m)
+        native.update(p, m, u, [RULE] * len(p))
+        results.append((sums, p, m))
+    (sums, p, m), (other_sums, q, n) = results
+    assert sums == other_sums
+    assert all(torch.equal(x, y) for x, y in zip(p + m, q + n, strict=True))
+
+
+@compiled
+def test_float32_sums_over_millions_are_nearly_those_of_double() -> None:
+    [u], [m] = blocks([5_000_003], torch.float32, count=2)
+    for kernels in (native, portable):
+        [(uu, mm, um)] = kernels.statistics([u], [m])
+        double = [float(torch.dot(x.double(), y.double())) for x, y in ((u, u), (m, m), (u, m))]
+        few = 4 * torch.finfo(torch.float32).eps  # a single float32 sum over so many is wrong by a hundred times that
+        assert (uu, mm, um) == pytest.approx(double, rel=few, abs=few * double[0])
+
+
+@both_precisions
+def test_not_finite_numbers_show_in_the_sums_wherever_they_stand(dtype: torch.dtype) -> None:
+    for kernels in [native, portable] if native.available else [portable]:
+        for place in (0, STRIPE - 1, native.SPAN, -1):
+            for poison in (math.nan, math.inf, -math.inf):
+                [u], [m] = blocks([2 * native.SPAN + 9], dtype, count=2)
+                u[place] = poison
+                assert not math.isfinite(kernels.statistics([u], [m])[0][0])
+
+
+# Which kernels serve which blocks
+
+
+class Wrapped(Tensor):
+    """A tensor subclass, as DTensor is one: its data pointer may mean nothing."""
+
+
+@compiled
+def test_compiled_kernels_serve_plain_contiguous_blocks_of_one_precision() -> None:
+    x = torch.ones(4, 4)
+    assert native.serves(x, x, torch.nn.Parameter(x))
+    assert native.serves(x.double(), x.double())
+    assert native.serves(torch.ones(()), torch.ones(()))
+    assert not native.serves(x, x.double())
+    assert not native.serves(x, x[:, ::2])
+    assert not native.serves(x.t()[:3], x[:3])
+    assert not native.serves(torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last))
+    assert not native.serves(x.bfloat16(), x.bfloat16())
+    assert not native.serves(x.half())
+    assert not native.serves(x.to("meta"))
+    assert not native.serves(x.as_subclass(Wrapped))
+
+
+UNSERVED = {
+    "bfloat16": lambda x: x.bfloat16(),
+    "float16": lambda x: x.half(),
+    "transposed": lambda x: x.transpose(0, 1),
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "subclass": lambda x: x.as_subclass(Wrapped),
+}
+
+
+@pytest.mark.parametrize("kind", UNSERVED)
+def test_other_blocks_go_through_the_portable_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_library", None)  # whoever calls into it now fails
+    generator = torch.Generator().manual_seed(0)
+    theta, m, *deltas = (UNSERVED[kind](torch.randn(3, 4, 5, 6, generator=generator)) for _ in range(5))
+    p = torch.nn.Parameter(theta.clone())
+    optimizer = HeLoCo([p])
+    optimizer.state[p]["momentum_buffer"] = momentum = m.float().clone(memory_format=torch.preserve_format)
+    expected, v = theta.double(), momentum.double()
+    for delta in deltas:
+        p.grad = delta
+        optimizer.step()
+        g = algorithm_2(delta.double(), v)
+        v = 0.9 * v + (1 - 0.9) * g
+        expected = expected - 0.7 * (g + 0.9 * v)
+    torch.testing.assert_close(momentum.double(), v, rtol=1e-5, atol=1e-5, check_stride=False)
+    eps = torch.finfo(p.dtype).eps
+    torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=16 * eps, check_stride=False)
+
+
+@compiled
+def test_a_model_of_mixed_blocks_is_stepped_in_one_go() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kinds = [lambda x: x, lambda x: x.bfloat16(), lambda x: x.double(), lambda x: x.t(), lambda x: x, lambda x: x.double()]
+    params = [torch.nn.Parameter(kind(torch.zeros(3, 3))) for kind in kinds]
+    gradients = [kind(torch.randn(3, 3, generator=generator)) for kind in kinds]
+    for p, gradient in zip(params, gradients, strict=True):
+        p.grad = gradient
+    optimizer = MLA(params)
+    optimizer.step()
+    for p, gradient, outcome in zip(params, gradients, optimizer.outcomes, strict=True):
+        torch.testing.assert_close(
+            p.detach().float(), -0.7 * 1.09 * gradient.float(), rtol=2**-7 if p.dtype == torch.bfloat16 else 1e-6, atol=0
+        )
+        assert outcome.pseudo_gradient_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
+
+
+@compiled
+def test_the_block_that_is_not_finite_is_named_among_mixed_blocks() -> None:
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float64)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].grad = torch.full_like(params[1], math.nan)
+    with pytest.raises(NotFinite, match="block 1"):
+        HeLoCo(params).step()
+    assert all(bool((p == 1).all()) for p in params)
+
+
+# Memory
+
+BLOCK = 10_000_000  # elements; 40 MB in float32, so that the allocator takes every copy of a block anew from the system
+
+
+def growth_of_a_step(optimizer: torch.optim.Optimizer) -> int:
+    """By how many bytes the process's peak exceeds what it held before the step."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = _status("VmRSS")
+    optimizer.step()
+    return _status("VmHWM") - before
+
+
+def _status(field: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def optimizer_over_one_large_block(rule: Any, dtype: torch.dtype, **settings: Any) -> torch.optim.Optimizer:
+    p = torch.nn.Parameter(torch.full((BLOCK,), 1.0, dtype=dtype))
+    p.grad = torch.full((BLOCK,), -1.0, dtype=dtype)
+    optimizer = rule([p], **settings)
+    optimizer.state[p]["momentum_buffer"] = torch.full((BLOCK,), 1.0)
+    return optimizer
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="this system does not say how much memory a process held at most"
+)
+@pytest.mark.parametrize("kind", ["compiled", "portable", "bfloat16"])
+@pytest.mark.parametrize("rule", [HeLoCo, MLA])
+def test_no_temporary_grows_with_the_block(rule: Any, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kind == "portable":
+        monkeypatch.setattr(native, "available", False)
+    optimizer = optimizer_over_one_large_block(rule, torch.bfloat16 if kind == "bfloat16" else torch.float32)
+    optimizer.step()  # threads and their stacks come into being
+    assert growth_of_a_step(optimizer) < BLOCK  # bytes: a quarter of the momentum
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="this system does not say how much memory a process held at most"
+)
+def test_the_measurement_would_see_a_temporary() -> None:
+    optimizer = optimizer_over_one_large_block(Nesterov, torch.float32, fused=False)
+    assert growth_of_a_step(optimizer) >= 3.9 * BLOCK  # torch's unfused SGD makes one

@@ -1,0 +1,294 @@
+"""What is decided without a tensor: weights, dropping, shards, inner steps."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heloco.errors import UserError
+from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, Standing, inner_steps, make_choice, make_weight
+from heloco.policy.shards import Liu
+
+
+@dataclass
+class View:
+    """What a shard choice sees of a shard."""
+
+    windows: int = 100
+    visits: int = 0
+    taken: int = 0
+
+
+def standing(*, staleness: int = 0, own: int = 1, arrivals: int = 1, workers: int = 5) -> Standing:
+    return Standing(staleness, own, arrivals, workers)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 64])
+@pytest.mark.parametrize("staleness", [0, 3, 17])
+def test_base_is_root_k_over_k_and_average_one_over_k_whatever_the_staleness(workers, staleness):
+    where = standing(workers=workers, staleness=staleness)
+    assert make_weight("base")(where) == pytest.approx(math.sqrt(workers) / workers, rel=1e-15)
+    assert make_weight("average")(where) == 1 / workers
+
+
+def test_constant_is_its_value_and_one_unless_said():
+    assert make_weight("constant")(standing(staleness=9)) == 1.0
+    assert make_weight("constant", value=0.3)(standing(staleness=9)) == 0.3
+
+
+@pytest.mark.parametrize(("staleness", "divisor"), [(0, 1), (3, 2), (8, 3), (24, 5)])
+def test_polynomial_divides_base_by_the_root_of_one_plus_staleness(staleness, divisor):
+    assert make_weight("polynomial")(standing(staleness=staleness, workers=4)) == pytest.approx(0.5 / divisor, rel=1e-15)
+
+
+def test_polynomial_takes_another_exponent():
+    assert make_weight("polynomial", exponent=1)(standing(staleness=4, workers=4)) == pytest.approx(0.1, rel=1e-15)
+    assert make_weight("polynomial", exponent=0)(standing(staleness=4, workers=4)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("own", "arrivals", "compensation"),
+    [
+        (20, 100, 1.0),  # exactly its fifth
+        (25, 100, 0.8),
+        (16, 100, 1.25),
+        (80, 100, 0.25),  # the floor is met ...
+        (100, 100, 0.25),  # ... and holds
+        (1, 100, 1.5),  # the ceiling
+        (1, 1, 0.25),  # its first arrival is all arrivals: 1/5, clipped
+    ],
+)
+def test_share_compensates_for_rare_arrivals_within_its_clips(own, arrivals, compensation):
+    expected = compensation / math.sqrt(5)
+    assert make_weight("share")(standing(own=own, arrivals=arrivals)) == pytest.approx(expected, rel=1e-15)
+
+
+def test_share_takes_other_clips():
+    wide = make_weight("share", floor=0.0, ceiling=100.0)
+    assert wide(standing(own=1, arrivals=100)) == pytest.approx(20 / math.sqrt(5), rel=1e-15)
+    assert wide(standing(own=100, arrivals=100)) == pytest.approx(0.2 / math.sqrt(5), rel=1e-15)
+
+
+@given(
+    name=st.sampled_from(sorted(WEIGHTS)),
+    staleness=st.integers(0, 10_000),
+    own=st.integers(1, 1000),
+    others=st.integers(0, 10_000),
+    workers=st.integers(1, 1000),
+)
+def test_every_weight_is_positive_and_at_most_one_and_a_half(name, staleness, own, others, workers):
+    assert 0 < make_weight(name)(Standing(staleness, own, own + others, workers)) <= 1.5
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("polynomal", {}, "There is no arrival weight 'polynomal'; did you mean 'polynomial'?"),
+        ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share."),
+        ("constant", {"value": -1.0}, "weight_value is -1.0: give a finite number ≥ 0."),
+        ("constant", {"value": math.nan}, "weight_value is nan: give a finite number ≥ 0."),
+        ("polynomial", {"exponent": math.inf}, "weight_exponent is inf: give a finite number ≥ 0."),
+        ("share", {"floor": 2.0, "ceiling": 1.0}, "weight_floor 2 is above weight_ceiling 1: swap them."),
+    ],
+)
+def test_a_wrong_weight_is_answered_with_a_sentence(name, options, sentence):
+    with pytest.raises(UserError) as error:
+        make_weight(name, **options)
+    assert str(error.value) == sentence
+
+
+# ---- dropping
+
+
+@pytest.mark.parametrize(
+    ("how", "decisions"),
+    [
+        ("never", ["apply", "apply", "apply", "apply"]),
+        ("zero", ["apply", "apply", "zero", "zero"]),
+        ("skip", ["apply", "apply", "skip", "skip"]),
+    ],
+)
+def test_what_is_staler_than_above_is_dropped_as_asked(how, decisions):
+    assert [Drop(how, above=2)(staleness) for staleness in (0, 2, 3, 100)] == decisions
+
+
+def test_a_drop_is_never_unless_said():
+    assert Drop()(10**9) == "apply"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("skipp", 0), "There is no way of dropping called 'skipp'; did you mean 'skip'?"),
+        (("zero", -1), "drop_above is -1: staleness is never negative, so give a number ≥ 0."),
+    ],
+)
+def test_a_wrong_drop_is_answered_with_a_sentence(arguments, sentence):
+    with pytest.raises(UserError) as error:
+        Drop(*arguments)
+    assert str(error.value) == sentence
+
+
+# ---- shards
+
+
+def test_fixed_gives_each_worker_its_own_shard():
+    choose = make_choice("fixed", workers=3, shards=3, seed=0)
+    assert [choose(worker, r, [View(visits=worker)] * 3) for worker in range(3) for r in range(2)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_fixed_with_more_shards_than_workers_goes_round_those_of_the_worker():
+    choose = make_choice("fixed", workers=2, shards=5, seed=0)
+    shards = [View() for _ in range(5)]
+    history = []
+    for r in range(6):
+        for worker in (0, 1):
+            shard = choose(worker, r, shards)
+            shards[shard].visits += 1
+            history.append(shard)
+    assert history[0::2] == [0, 2, 4, 0, 2, 4]
+    assert history[1::2] == [1, 3, 1, 3, 1, 3]
+
+
+def play(choose, *, workers, shards, rounds):
+    """The shards chosen by workers that take turns."""
+    views = [View() for _ in range(shards)]
+    history = []
+    for r in range(rounds):
+        for worker in range(workers):
+            shard = choose(worker, r, views)
+            views[shard].visits += 1
+            views[shard].taken += 10
+            history.append(shard)
+    return history
+
+
+def test_flexible_takes_the_least_visited_shard():
+    choose = make_choice("flexible", workers=2, shards=3, seed=0)
+    assert choose(0, 0, [View(visits=3), View(visits=1), View(visits=2)]) == 1
+    history = play(choose, workers=4, shards=5, rounds=50)
+    for start in range(0, 200, 5):  # whatever the ties: each five rounds visit each shard once
+        assert sorted(history[start : start + 5]) == [0, 1, 2, 3, 4]
+
+
+def test_flexible_breaks_ties_at_random_and_by_the_seed_alone():
+    first, again, other = (
+        play(make_choice("flexible", workers=4, shards=5, seed=s), workers=4, shards=5, rounds=50) for s in (1, 1, 2)
+    )
+    assert first == again
+    assert first != other
+    opening = Counter(make_choice("flexible", workers=1, shards=5, seed=s)(0, 0, [View()] * 5) for s in range(2000))
+    assert all(320 <= opening[shard] <= 480 for shard in range(5))  # 400 each, ± 4.5 standard deviations
+
+
+def test_flexible_ties_do_not_depend_on_draws_made_before():
+    choose = make_choice("flexible", workers=4, shards=5, seed=1)
+    asked_late = [choose(2, 7, [View()] * 5) for _ in range(3)]
+    assert asked_late == [make_choice("flexible", workers=4, shards=5, seed=1)(2, 7, [View()] * 5)] * 3
+
+
+def test_liu_prefers_the_shards_that_lag_behind_their_size():
+    shards = [View(windows=100, taken=10), View(windows=200, taken=50), View(windows=700, taken=40)]
+    # sizes .1 .2 .7, taken .1 .5 .4: lags 0, 0, .3
+    assert Liu(0).probabilities(shards) == [0.0, 0.0, 1.0]
+    assert make_choice("liu", workers=2, shards=3, seed=0)(1, 5, shards) == 2
+
+
+def test_liu_draws_in_proportion_to_the_lag():
+    shards = [View(windows=400, taken=10), View(windows=400, taken=30), View(windows=200, taken=60)]
+    # sizes .4 .4 .2, taken .1 .3 .6: lags .3, .1, 0
+    assert Liu(0).probabilities(shards) == pytest.approx([0.75, 0.25, 0], rel=1e-12)
+    drawn = Counter(make_choice("liu", workers=1, shards=3, seed=s)(0, 0, shards) for s in range(4000))
+    assert drawn[2] == 0
+    assert 2877 <= drawn[0] <= 3123  # 3000 ± 4.5 standard deviations
+
+
+def test_liu_draws_by_size_at_the_start_and_on_par():
+    sizes = [0.1, 0.2, 0.7]
+    assert Liu(0).probabilities([View(windows=round(1000 * s)) for s in sizes]) == pytest.approx(sizes, rel=1e-12)
+    on_par = [View(windows=100, taken=25), View(windows=100, taken=25)]
+    assert Liu(0).probabilities(on_par) == [0.5, 0.5]
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**6)), min_size=1, max_size=8))
+def test_lius_probabilities_are_probabilities_and_zero_for_who_is_ahead(pages):
+    shards = [View(windows=windows, taken=taken) for windows, taken in pages]
+    probabilities = Liu(0).probabilities(shards)
+    assert sum(probabilities) == pytest.approx(1, rel=1e-9)
+    size, taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
+    lags = [s.windows * taken - s.taken * size for s in shards]  # exact, in whole numbers
+    if taken and any(lag > 0 for lag in lags):
+        for p, lag in zip(probabilities, lags, strict=True):
+            assert p >= 0
+            assert p < 1e-9 or lag > 0
+
+
+def test_liu_is_deterministic_from_the_seed():
+    histories = [play(make_choice("liu", workers=4, shards=5, seed=s), workers=4, shards=5, rounds=30) for s in (1, 1, 2)]
+    assert histories[0] == histories[1] != histories[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "sentence"),
+    [
+        ("flexibel", 5, "There is no shard assignment 'flexibel'; did you mean 'flexible'?"),
+        ("fixed", 4, "5 workers but only 4 shards: give as many shards as workers, fewer paces, or --assign flexible."),
+    ],
+)
+def test_a_wrong_assignment_is_answered_with_a_sentence(name, shards, sentence):
+    with pytest.raises(UserError) as error:
+        make_choice(name, workers=5, shards=shards, seed=0)
+    assert str(error.value) == sentence
+
+
+@pytest.mark.parametrize("name", [name for name in CHOICES if name != "fixed"])
+def test_the_others_serve_more_workers_than_shards(name):
+    assert set(play(make_choice(name, workers=7, shards=2, seed=0), workers=7, shards=2, rounds=4)) == {0, 1}
+
+
+# ---- inner steps
+
+
+def test_constant_steps_are_the_same_for_all():
+    assert inner_steps("constant", 20, [1, 2, 15]) == [20, 20, 20]
+
+
+def test_dylu_gives_the_papers_steps():
+    assert inner_steps("dylu", 20, [0.737, 2.62, 3.12, 6.58, 7.50]) == [20, 6, 5, 2, 2]
+
+
+def test_dylu_gives_at_least_one_step():
+    assert inner_steps("dylu", 20, [100, 1, 41]) == [1, 20, 1]
+
+
+@given(
+    st.integers(1, 500),
+    st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=10),
+)
+def test_dylu_never_gives_a_slower_worker_more_steps(steps, paces):
+    given_steps = inner_steps("dylu", steps, paces)
+    assert max(given_steps) == given_steps[paces.index(min(paces))] == steps
+    for pace, count in zip(paces, given_steps, strict=True):
+        assert count == max(1, round(steps * min(paces) / pace))
+    from_fast_to_slow = [count for _, count in sorted(zip(paces, given_steps, strict=True))]
+    assert from_fast_to_slow == sorted(from_fast_to_slow, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "sentence"),
+    [
+        ("dilu", 20, "There is no inner-step policy 'dilu'; did you mean 'dylu'?"),
+        ("constant", 0, "inner_steps is 0: a round needs at least one step."),
+    ],
+)
+def test_a_wrong_step_policy_is_answered_with_a_sentence(name, steps, sentence):
+    assert name not in STEPS or steps < 1
+    with pytest.raises(UserError) as error:
+        inner_steps(name, steps, [1.0])
+    assert str(error.value) == sentence
