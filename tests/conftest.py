@@ -55,18 +55,30 @@ class Done:
     err: str
     pid: int = 0
 
+    @property
+    def sentence(self) -> str:
+        """The one sentence on stderr; beside it there may be only the bars of the tokenising."""
+        said = [line for line in self.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
+        assert len(said) == 1 and said[0].startswith("heloco: "), self.err
+        return said[0].removeprefix("heloco: ")
+
+
+@contextlib.contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
 
 def heloco(*arguments: str | Path, cwd: Path | None = None, threads: int = 1) -> Done:
-    """`heloco ARGUMENTS`, on one thread, for a tiny model is faster on one than on two."""
-    out, err, threads_before = io.StringIO(), io.StringIO(), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or Path.cwd()):
+    """`heloco ARGUMENTS`; on one thread, for a tiny model is faster on one than on two."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.chdir(cwd or "."), on_threads(threads):
+        try:
             code = run([str(argument) for argument in arguments])
-    except SystemExit as end:  # argparse's way to end --help
-        code = int(end.code or 0)
-    finally:
-        torch.set_num_threads(threads_before)
+        except SystemExit as end:  # argparse's way to end --help
+            code = int(end.code or 0)
     return Done(code, out.getvalue(), err.getvalue())
 
 
@@ -139,6 +151,15 @@ def evals(folder: Path) -> list[dict[str, Any]]:
     return lines(folder / "evals.jsonl")
 
 
+def assert_refused(around: Path, *arguments: str | Path, says: str, cwd: Path | None = None) -> None:
+    """Exit code 2, one sentence with `says` in it, and the folder `around` it all as it was."""
+    before = digests(around)
+    done = heloco(*arguments, cwd=cwd)
+    assert done.code == 2, (done.out, done.err)
+    assert says in done.sentence
+    assert digests(around) == before
+
+
 # ---- the command line in processes that meet a fault
 
 
@@ -171,7 +192,8 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+        found = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        environment = os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", "import conftest; conftest.obey()"]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -183,9 +205,9 @@ class Nursery:
         }
         return self._ask(order)
 
-    def end(self, stopped: Done) -> Done:
-        """Kills a process that was stopped."""
-        return self._ask({"end": stopped.pid})
+    def wake(self, stopped: Done, number: int = signal.SIGCONT) -> Done:
+        """Sends a signal to a process that was stopped, and waits for its end."""
+        return self._ask({"wake": stopped.pid, "signal": number})
 
     def _ask(self, order: dict[str, Any]) -> Done:
         assert self.process.stdin and self.process.stdout
@@ -210,20 +232,17 @@ def nursery(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[N
 
 def obey() -> None:
     """The nursery's own process: a line with an order, a line with (pid, exit code)."""
-    import torch._dynamo  # the first optimizer would import it
-
-    import heloco.engine.local
-    import heloco.report.terminal
-    import heloco.task.corpus
-    import heloco.task.images
-    import heloco.task.language  # noqa: F401
+    import tempfile
 
     torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:  # whatever a first run imports and sets up; threads, it has none
+        heloco("train", *TINY, "--out", Path(folder) / "run")
+        heloco("train", *TINY, "--task", "images", "--out", Path(folder) / "images")
     for line in sys.stdin:
         order = json.loads(line)
-        if "end" in order:
-            pid = order["end"]
-            os.kill(pid, signal.SIGKILL)
+        if "wake" in order:
+            pid = order["wake"]
+            os.kill(pid, order["signal"])
         elif not (pid := os.fork()):
             _live(order)
         _, status = os.waitpid(pid, os.WUNTRACED)

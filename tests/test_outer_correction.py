@@ -139,7 +139,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return u, m, constants
 
 
-@settings(max_examples=1500, deadline=None, derandomize=True)
+@settings(max_examples=1000, deadline=None, derandomize=True)
 @given(cases())
 def test_lemma(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
     u, m, constants = case

@@ -1,6 +1,5 @@
 """Our rules as the outer optimizer of torchft's DiLoCo: real lighthouse, managers and gloo on loopback, replicas in threads."""
 
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -103,8 +102,9 @@ def replica(manager: Any, rule: str, fragments: int, seed: int = 0) -> Replica:
     )
 
 
-def fragments_of(one: Replica) -> list[nn.Module]:
-    return [one.model] if len(one.outer) == 1 else list(one.model)
+def diloco(one: Replica, sync_every: int) -> Any:
+    fragments = [one.model] if len(one.outer) == 1 else list(one.model)
+    return DiLoCo(one.manager, fragments, one.inner, one.outer, sync_every=sync_every)
 
 
 def train(one: Replica, gradients: list[list[Tensor]]) -> None:
@@ -131,44 +131,42 @@ def by_hand(rule: str, gradients: list[list[list[Tensor]]]) -> list[Equations]:
     return blocks
 
 
-def states(one: Replica) -> list[Tensor]:
-    return [outer.state[p]["momentum_buffer"] for outer in one.outer for group in outer.param_groups for p in group["params"]]
+def assert_at(expected: list[Equations], *replicas: Replica) -> None:
+    """All replicas have the parameters and the outer momentum that the equations lead to, and the same bits."""
+    for one in replicas:
+        momenta = [one.outer[0].state[p]["momentum_buffer"] for p in one.model.parameters()]
+        assert_near([p.detach() for p in one.model.parameters()], [x.theta for x in expected])
+        assert_near(momenta, [x.m for x in expected])
+        assert_same(list(one.model.parameters()), list(replicas[0].model.parameters()))
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_diloco_with_our_rule_is_our_rule(rule: str, replicas: int, lighthouse: Any, manage: Any) -> None:
-    address = lighthouse(replicas)
-    gradients = [inner_gradients(SYNC_EVERY * SYNCS, seed) for seed in range(replicas)]
-    cases = set()
+def test_diloco_with_our_rule_is_our_rule(rule: str, lighthouse: Any, manage: Any) -> None:
+    address = lighthouse(replicas=2)
+    gradients = [inner_gradients(SYNC_EVERY * SYNCS, seed) for seed in (0, 1)]
 
-    def work(index: int) -> Replica:
-        one = replica(manage(address, f"replica{index}", replicas), rule, fragments=1)
-        with DiLoCo(one.manager, fragments_of(one), one.inner, one.outer, sync_every=SYNC_EVERY):
+    def work(index: int) -> tuple[Replica, set[str]]:
+        one, cases = replica(manage(address, f"replica{index}", replicas=2), rule, fragments=1), set()
+        with diloco(one, SYNC_EVERY):
             for t in range(SYNCS):
                 train(one, gradients[index][t * SYNC_EVERY : (t + 1) * SYNC_EVERY])
-                cases.update(outcome.case for outcome in one.outer[0].outcomes)
+                cases |= {outcome.case for outcome in one.outer[0].outcomes}
         assert one.manager.current_step() == SYNCS
-        return one
+        return one, cases
 
-    with ThreadPoolExecutor(replicas) as pool:
-        done = list(pool.map(work, range(replicas)))
-
-    expected = by_hand(rule, gradients)
-    for one in done:
-        assert_near([p.detach() for p in one.model.parameters()], [x.theta for x in expected])
-        assert_near(states(one), [x.m for x in expected])
-    assert_same(list(done[0].model.parameters()), list(done[-1].model.parameters()))
+    with ThreadPoolExecutor(2) as pool:
+        (first, cases), (second, _) = pool.map(work, (0, 1))
+    assert_at(by_hand(rule, gradients), first, second)
     if rule.startswith("heloco"):
         assert {"kept", "damped"} <= cases
 
 
 def test_fragments_with_an_outer_optimizer_each(lighthouse: Any, manage: Any) -> None:
     """Streaming DiLoCo: the two layers are synchronized in turn, each by its own HeLoCo."""
-    one = replica(manage(lighthouse(1), "replica0", 1), "heloco", fragments=2)
+    one = replica(manage(lighthouse(replicas=1), "replica0", replicas=1), "heloco", fragments=2)
     blocks = [Equations("heloco", p) for p in model().parameters()]
     local = [x.theta.clone() for x in blocks]
-    with DiLoCo(one.manager, fragments_of(one), one.inner, one.outer, sync_every=2 * SYNC_EVERY):
+    with diloco(one, sync_every=2 * SYNC_EVERY):
         for t in range(SYNCS):
             gradients = inner_gradients(SYNC_EVERY, seed=t)
             train(one, gradients)
@@ -180,35 +178,24 @@ def test_fragments_with_an_outer_optimizer_each(lighthouse: Any, manage: Any) ->
 
 
 def test_a_replica_that_joins_takes_over_parameters_and_momentum(lighthouse: Any, manage: Any) -> None:
-    address = lighthouse(1)
+    """The first works alone for two synchronizations. The second brings a model of its own, which its first synchronization
+    replaces, momentum and all, by what the first has then; from there on both do the same."""
     gradients = inner_gradients(SYNC_EVERY * SYNCS, seed=0)
-    joined, alone = threading.Event(), 2 * SYNC_EVERY
-    done: dict[str, Replica] = {}
+    alone = 2 * SYNC_EVERY
+    first = replica(manage(lighthouse(replicas=1), "replica0", replicas=1), "heloco", fragments=1)
+    with diloco(first, SYNC_EVERY):
+        train(first, gradients[:alone])
 
-    def enter(name: str, seed: int) -> tuple[Replica, Any]:
-        one = done[name] = replica(manage(address, name, 1), "heloco", fragments=1, seed=seed)
-        one.manager.register_state_dict_fn("model", one.model.load_state_dict, lambda: one.model.state_dict())
-        return one, DiLoCo(one.manager, fragments_of(one), one.inner, one.outer, sync_every=SYNC_EVERY)
+    address = lighthouse(replicas=2)
+    again = first._replace(manager=manage(address, "replica0", replicas=2))
+    again.manager.load_state_dict(first.manager.state_dict())
+    joining = replica(manage(address, "replica1", replicas=2), "heloco", fragments=1, seed=99)
 
-    def first() -> None:
-        one, diloco = enter("replica0", seed=0)
-        with diloco:
-            train(one, gradients[:alone])
-            joining = pool.submit(second)
-            assert joined.wait(PATIENCE.total_seconds())
-            train(one, gradients[alone:])
-        joining.result()
-
-    def second() -> None:
-        """Comes with another model; what it does before its first synchronization is replaced by what the first has then."""
-        one, diloco = enter("replica1", seed=99)
-        joined.set()
-        with diloco:
+    def work(one: Replica) -> None:
+        one.manager.register_state_dict_fn("model", one.model.load_state_dict, one.model.state_dict)
+        with diloco(one, SYNC_EVERY):
             train(one, gradients[alone:])
 
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(first).result()
-    expected = by_hand("heloco", [gradients])
-    for one in done.values():
-        assert_near([p.detach() for p in one.model.parameters()], [x.theta for x in expected])
-        assert_near(states(one), [x.m for x in expected])
+        list(pool.map(work, (again, joining)))
+    assert_at(by_hand("heloco", [gradients]), again, joining)

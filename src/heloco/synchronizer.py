@@ -214,11 +214,11 @@ class Synchronizer:
 
     def _mismatch(self, contribution: Contribution) -> str:
         for ours, theirs, what in (
-            (self.parameters, contribution.pseudo_gradient, "pseudo-gradient"),
-            (self.buffers, contribution.buffers, "buffers"),
+            (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
+            (self.buffers, contribution.buffers, "buffers do"),
         ):
             if [t.shape for t in ours] != [t.shape for t in theirs]:
-                return f"the {what} does not have the model's shapes"
+                return f"the {what} not have the model's shapes"
         if not all(map(_fits, self.buffers, contribution.buffers)):
             return "the buffers hold NaN or Inf"
         return ""
@@ -249,8 +249,8 @@ class Synchronizer:
         """Adds ρΔ to the sum; the last of the workers makes the outer step with it."""
         self._gathered_workers.append(contribution.worker)
         if self.outer is not None:
-            norms = [float(torch.linalg.vector_norm(d, dtype=torch.float64)) for d in contribution.pseudo_gradient]
-            if not all(map(math.isfinite, norms)):
+            share = max(1.0, weight * self.workers)
+            if not all(_squarable(d, p, share) for p, d in zip(self.parameters, contribution.pseudo_gradient, strict=True)):
                 self._gathered_workers.pop()
                 return "refused", NOT_FINITE
             self._gather_tensors(contribution, weight)
@@ -336,6 +336,13 @@ class Synchronizer:
             "gathered": self._gathered,
             "gathered_buffer": self._gathered_buffers,
         }
+
+
+def _squarable(delta: Tensor, parameter: Tensor, share: float) -> bool:
+    """Whether a block is finite, and small enough for an outer rule to square the sum of all workers' blocks like it."""
+    most = torch.finfo(torch.promote_types(parameter.dtype, torch.float32)).max
+    norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
+    return norm * share < 0.5 * math.sqrt(most)  # a NaN is not below anything
 
 
 def _fits(ours: Tensor, theirs: Tensor) -> bool:

@@ -65,10 +65,10 @@ def parser() -> Parser:
     made.add_argument("--out", type=Path, metavar="FILE", help="[RUN/model.safetensors]")
 
     made = add("schedule", schedule, "Who would arrive when, without training.")
-    made.add_argument("--paces", metavar="X,X,…", default="1,1,6,6,6", help="seconds per inner step of each worker [1,1,6,6,6]")
+    made.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
     made.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
-    made.add_argument("--inner-steps", metavar="N", default="20", help="H, the inner steps of a round [20]")
-    made.add_argument("--arrivals", metavar="N", default="60", help="how many arrivals [60]")
+    made.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
+    made.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
     made.add_argument("--method", metavar="NAME", default="heloco", help="only whether it waits for all matters [heloco]")
     made.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
     made.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")

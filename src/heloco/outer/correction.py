@@ -96,29 +96,26 @@ def combine(uu: float, mm: float, um: float, correction: Correction | None, weig
     eps = 1e-8 if correction is None else correction.eps
     before = weight if correction is not None and correction.weigh == "before" else 1.0
     after = 1.0 if correction is not None and correction.weigh == "before" else weight
-    u, v = before * math.sqrt(uu), math.sqrt(mm)  # ‖Δ‖ (‖ρΔ‖ when weighed before) and ‖m‖
+    norms = math.sqrt(uu), math.sqrt(mm)
+    u, v = before * norms[0], norms[1]  # ‖Δ‖ (‖ρΔ‖ when weighed before) and ‖m‖
 
     if u < eps or v < eps or u * v == 0:
-        return weight, 0.0, Outcome("skipped", None, None, 0.0, math.sqrt(uu), v)
+        return weight, 0.0, Outcome("skipped", None, None, 0.0, *norms)
     c = max(-1.0, min(1.0, before * um / (u * v)))
     if correction is None:
-        return weight, 0.0, Outcome("kept", c, None, 0.0, math.sqrt(uu), v)
+        return weight, 0.0, Outcome("kept", c, None, 0.0, *norms)
     conf = u / (u + correction.kappa * v + eps)
-
-    def outcome(case: Case, strength: float) -> Outcome:
-        return Outcome(case, c, conf, strength, math.sqrt(uu), v)
-
     if c >= correction.c_ok:
-        return weight, 0.0, outcome("kept", 0.0)
+        return weight, 0.0, Outcome("kept", c, conf, 0.0, *norms)
     if c < 0:
         beta = min(correction.k_s * -c * conf, correction.beta_max)
-        return weight, after * (-beta * c * u / v), outcome("damped", beta)
+        return weight, after * (-beta * c * u / v), Outcome("damped", c, conf, beta, *norms)
     ramp = (correction.c_ok - c) / (correction.c_ok - correction.c_bad)
     slope = 1 - c if correction.reorient == "printed" else ramp
     lam = min(correction.k_d * slope * conf, 1.0)
     length = math.sqrt((1 - lam) ** 2 + lam**2 + 2 * lam * (1 - lam) * c)  # ‖ũ‖ of two unit vectors at cosine c
     length = max(length, eps)
-    return weight * (1 - lam) / length, after * (lam * u / (v * length)), outcome("turned", lam)
+    return weight * (1 - lam) / length, after * (lam * u / (v * length)), Outcome("turned", c, conf, lam, *norms)
 
 
 def correct(pseudo_gradient: Tensor, momentum: Tensor, *, weight: float = 1.0, **constants: Unpack[Constants]) -> Tensor:
@@ -136,5 +133,6 @@ def examine(
         raise ValueError(
             f"pseudo_gradient has shape {tuple(pseudo_gradient.shape)} and momentum {tuple(momentum.shape)}: they must be alike."
         )
-    [(uu, mm, um)] = kernels.statistics([pseudo_gradient.detach()], [momentum.detach()])
+    u, m = pseudo_gradient.detach(), momentum.detach()
+    [(uu, mm, um)] = kernels.Passes([m], [m], [u]).statistics()
     return combine(uu, mm, um, Correction(**constants), weight)

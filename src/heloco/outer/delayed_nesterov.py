@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .kernels import Passes
 from .optimizer import Block, OuterOptimizer
 
 
@@ -27,7 +28,7 @@ class DelayedNesterov(OuterOptimizer):
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
 
-    def _apply(self, blocks: list[Block]) -> list[float]:
+    def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:  # noqa: ARG002
         return [self._move(block) for block in blocks]
 
     def _move(self, block: Block) -> float:

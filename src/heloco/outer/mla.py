@@ -10,6 +10,7 @@ the second of the four rules that separate HeLoCo's parts.
 
 from typing import Any
 
+from .kernels import Passes
 from .optimizer import Block, OuterOptimizer, momentum_step
 
 
@@ -17,5 +18,5 @@ class MLA(OuterOptimizer):
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, lookahead: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "lookahead": lookahead})
 
-    def _apply(self, blocks: list[Block]) -> list[float]:
-        return momentum_step(blocks, [1 - block.group["momentum"] for block in blocks])
+    def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:
+        return momentum_step(blocks, [1 - block.group["momentum"] for block in blocks], passes)

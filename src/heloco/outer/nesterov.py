@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.optim.sgd import sgd
 
+from .kernels import Passes
 from .optimizer import Block, OuterOptimizer, momentum_step, momentum_step_length
 
 
@@ -18,13 +19,14 @@ class Nesterov(OuterOptimizer):
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, fused: bool | None = None) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "fused": fused})
 
-    def _apply(self, blocks: list[Block]) -> list[float]:
+    def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:  # noqa: ARG002
         mixed = [x for x in blocks if x.parameter.dtype != x.momentum.dtype]
-        momentum_step(mixed, [1.0] * len(mixed))  # torch's SGD keeps no float32 momentum for half-precision parameters
+        own = Passes([x.parameter for x in mixed], [x.momentum for x in mixed], [x.pseudo_gradient for x in mixed])
+        momentum_step(mixed, [1.0] * len(mixed), own)  # torch's SGD keeps no float32 momentum for half-precision parameters
         for group in self.param_groups:
-            own = [x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype]
-            for fused in {_fusable(x) for x in own}:
-                self._sgd([x for x in own if _fusable(x) is fused], group, group["fused"] if fused else False)
+            alike = [x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype]
+            for fused in {_fusable(x) for x in alike}:
+                self._sgd([x for x in alike if _fusable(x) is fused], group, group["fused"] if fused else False)
         return [momentum_step_length(block, 1.0) for block in blocks]
 
     def _sgd(self, blocks: list[Block], group: dict[str, Any], fused: bool | None) -> None:

@@ -59,8 +59,11 @@ class OuterOptimizer(Optimizer):
             raise ValueError(f"momentum is {momentum!r}: the outer momentum must lie in [0, 1).")
 
     @abstractmethod
-    def _apply(self, blocks: list[Block]) -> list[float]:
-        """The rule's equation: moves the parameters and momenta of all blocks, and says how far each parameter moved."""
+    def _apply(self, blocks: list[Block], passes: kernels.Passes) -> list[float]:
+        """The rule's equation: moves the parameters and momenta of all blocks, and says how far each parameter moved.
+
+        `passes` are those over just these blocks, for the rules that can use them.
+        """
 
     def _correction(self, group: dict[str, Any]) -> Correction | None:  # noqa: ARG002
         return None
@@ -81,17 +84,19 @@ class OuterOptimizer(Optimizer):
                 loss = closure()
         found = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         momenta = [self._momentum(p) for p, _ in found]
-        sums = kernels.statistics([p.grad for p, _ in found], momenta) if found else []
+        pseudo_gradients = [p.grad for p, _ in found if p.grad is not None]
+        passes = kernels.Passes([p for p, _ in found], momenta, pseudo_gradients)
+        sums = passes.statistics()
         for index, (uu, _, _) in enumerate(sums):
             if not math.isfinite(uu):
                 raise NotFinite(f"the pseudo-gradient of block {index} is not finite")
         corrections = {id(group): self._correction(group) for group in self.param_groups}
         blocks, self.outcomes = [], []
-        for (p, group), m, of_block in zip(found, momenta, sums, strict=True):
+        for (p, group), m, u, of_block in zip(found, momenta, pseudo_gradients, sums, strict=True):
             a, b, outcome = combine(*of_block, corrections[id(group)], weight)
-            blocks.append(Block(p, m, p.grad, group, a, b, of_block))
+            blocks.append(Block(p, m, u, group, a, b, of_block))
             self.outcomes.append(outcome)
-        self.movements = self._apply(blocks)
+        self.movements = self._apply(blocks, passes)
         return loss
 
     @torch.no_grad()
@@ -128,14 +133,9 @@ def _momentum_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def momentum_step(blocks: list[Block], gains: list[float]) -> list[float]:
+def momentum_step(blocks: list[Block], gains: list[float], passes: kernels.Passes) -> list[float]:
     """m = μm + gain·G, θ −= η(G + μm) for all blocks, with G = a·Δ + b·m. Returns how far each moved."""
-    kernels.update(
-        [block.parameter for block in blocks],
-        [block.momentum for block in blocks],
-        [block.pseudo_gradient for block in blocks],
-        [(x.a, x.b, x.group["lr"], x.group["momentum"], gain) for x, gain in zip(blocks, gains, strict=True)],
-    )
+    passes.update([(x.a, x.b, x.group["lr"], x.group["momentum"], gain) for x, gain in zip(blocks, gains, strict=True)])
     return [momentum_step_length(block, gain) for block, gain in zip(blocks, gains, strict=True)]
 
 

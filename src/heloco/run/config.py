@@ -56,11 +56,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkersConfig:
-    paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 6.0, 6.0, 6.0])
+    paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 2.0, 3.0, 6.0])
     """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
     workers: int = 0
     """How many workers; 0: as many as paces. A single pace is then everybody's."""
-    inner_steps: int = 20
+    inner_steps: int = 10
     """H, the inner steps of a round."""
     steps: Literal["constant", "dylu"] = "constant"
     """H for all, or DyLU: in proportion to a worker's speed."""
@@ -113,7 +113,7 @@ class OuterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    arrivals: int = 60
+    arrivals: int = 120
     """How many contributions the run takes in."""
     seed: int = 0
     """Everything random comes from it."""
@@ -133,7 +133,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
-    inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=8, lr=3e-3, lr_min=1e-4))
+    inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=1.5e-3, lr_min=1e-4))
     run: RunSettings = field(default_factory=RunSettings)
 
     def digest(self) -> str:
@@ -246,9 +246,13 @@ def to_toml(config: RunConfig) -> str:
     lines = []
     for section, entries in asdict(config).items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in entries.items() if value is not None]
+        lines += [f"{name} = {_toml(value)}" for name, value in entries.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")  # the one that JSON leaves as it is
 
 
 def outer_knobs(config: OuterConfig) -> dict[str, Any]:
@@ -284,8 +288,9 @@ def resolve(config: RunConfig) -> RunConfig:
             raise UserError(f"{name} is {getattr(settings, name)}: give a number ≥ 0 (0: only at the start and the end).")
     if settings.max_refusals < 1:
         raise UserError(f"max_refusals is {settings.max_refusals}: give a number ≥ 1.")
-    if not 0 < config.data.limit_mb < math.inf:
-        raise UserError(f"limit_mb is {config.data.limit_mb}: give a finite number above 0.")
+    for name in ("limit_mb", "alpha"):
+        if not 0 < getattr(config.data, name) < math.inf:
+            raise UserError(f"{name} is {getattr(config.data, name)}: give a finite number above 0.")
     Drop(config.outer.drop, config.outer.drop_above)
     weight_options(config.outer)
     method.check(outer_knobs(config.outer))

@@ -1,46 +1,51 @@
 """The two passes that every rule's step is made of, by the fastest kernels that serve each block."""
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
 from . import native, portable
 
+Sums = tuple[float, float, float]
 Rule = tuple[float, float, float, float, float]
 
 
-def _parted(*lists: Sequence[Tensor]) -> list[tuple[ModuleType, list[int]]]:
-    """The indices of the blocks that go through the same kernels together: the compiled ones by dtype, and the rest."""
-    parts: dict[object, list[int]] = {}
-    for index, tensors in enumerate(zip(*lists, strict=True)):
-        part = tensors[0].dtype if native.serves(*tensors) else None
-        if part in parts:
-            parts[part].append(index)
-        else:
-            parts[part] = [index]
-    return [(portable if part is None else native, indices) for part, indices in parts.items()]
+class Passes:
+    """The two passes over the blocks of one step.
+
+    Which kernels serve a block and where it lies is found out once and beforehand: the first pass drives everything else out of
+    the processor's caches, and looking at hundreds of tensors again would take a good part of the time of a pass.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+        alike: dict[object, list[int]] = {}
+        for index, block in enumerate(zip(parameters, momenta, pseudo_gradients, strict=True)):
+            kind = block[0].dtype if native.serves(*block) else None
+            alike.setdefault(kind, []).append(index)
+        self._parts = [
+            (
+                (portable if kind is None else native).Passes(
+                    *(_pick(x, indices) for x in (parameters, momenta, pseudo_gradients))
+                ),
+                indices,
+            )
+            for kind, indices in alike.items()
+        ]
+        self._count = len(momenta)
+
+    def statistics(self) -> list[Sums]:
+        """(Δ·Δ, m·m, Δ·m) of each block."""
+        found = [(0.0, 0.0, 0.0)] * self._count
+        for passes, indices in self._parts:
+            for index, sums in zip(indices, passes.statistics(), strict=True):
+                found[index] = sums
+        return found
+
+    def update(self, rules: Sequence[Rule]) -> None:
+        """g = a·Δ + b·m, m = μm + gain·g, θ −= lr(g + μm) in place, for each block's rule (a, b, lr, μ, gain)."""
+        for passes, indices in self._parts:
+            passes.update([rules[i] for i in indices])
 
 
 def _pick(blocks: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
     return [blocks[i] for i in indices]
-
-
-def statistics(pseudo_gradients: Sequence[Tensor], momenta: Sequence[Tensor]) -> list[tuple[float, float, float]]:
-    """(Δ·Δ, m·m, Δ·m) of each block."""
-    found = [(0.0, 0.0, 0.0)] * len(momenta)
-    for kernels, indices in _parted(pseudo_gradients, momenta):
-        sums = kernels.statistics(_pick(pseudo_gradients, indices), _pick(momenta, indices))
-        for index, of_block in zip(indices, sums, strict=True):
-            found[index] = of_block
-    return found
-
-
-def update(
-    parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor], rules: Sequence[Rule]
-) -> None:
-    """g = a·Δ + b·m, m = μm + gain·g, θ −= lr(g + μm) in place, for each block's rule (a, b, lr, μ, gain)."""
-    for kernels, indices in _parted(parameters, momenta, pseudo_gradients):
-        kernels.update(
-            _pick(parameters, indices), _pick(momenta, indices), _pick(pseudo_gradients, indices), [rules[i] for i in indices]
-        )

@@ -17,8 +17,6 @@ SPAN = 1 << 16  # elements a thread takes at once; fixed, so that sums do not de
 NAMES = {torch.float32: "f32", torch.float64: "f64"}
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass such as DTensor may have no memory of its own to point at
 
-Pointers = npt.NDArray[np.int64]
-
 
 def _load() -> ctypes.CDLL | None:
     """The compiled library over torch's own OpenMP runtime, or None: not built here, or no such runtime in this torch."""
@@ -48,45 +46,35 @@ def serves(*tensors: Tensor) -> bool:
     return True
 
 
-class _Spans:
-    """Blocks cut into spans of at most SPAN elements: for each span its block, its length and where it begins."""
-
-    def __init__(self, blocks: Sequence[Tensor]) -> None:
-        sizes = np.array([block.numel() for block in blocks], dtype=np.int64)
-        counts = np.maximum(1, -(-sizes // SPAN))
-        self.first = np.concatenate(([0], np.cumsum(counts)[:-1]))
-        self.block = np.repeat(np.arange(len(blocks)), counts)
-        self.offset = (np.arange(len(self.block)) - self.first[self.block]) * SPAN
-        self.length = np.minimum(SPAN, sizes[self.block] - self.offset)
-        self.width = blocks[0].element_size()
-
-    def pointers(self, blocks: Sequence[Tensor]) -> Pointers:
-        starts = np.array([block.data_ptr() for block in blocks], dtype=np.int64)
-        return starts[self.block] + self.offset * self.width
-
-
 def _call(name: str, dtype: torch.dtype, *arrays: npt.NDArray[np.generic], spans: int, last: npt.NDArray[np.float64]) -> None:
     function = getattr(_library, f"heloco_{name}_{NAMES[dtype]}")
     function(*(ctypes.c_void_p(a.ctypes.data) for a in arrays), ctypes.c_int64(spans), ctypes.c_void_p(last.ctypes.data))
 
 
-def statistics(pseudo_gradients: Sequence[Tensor], momenta: Sequence[Tensor]) -> list[tuple[float, float, float]]:
-    """(u·u, m·m, u·m) of each block. All of one dtype."""
-    spans = _Spans(momenta)
-    parts = np.zeros((len(spans.block), 3))
-    u, m = spans.pointers(pseudo_gradients), spans.pointers(momenta)
-    _call("statistics", momenta[0].dtype, u, m, spans.length, spans=len(spans.block), last=parts)
-    return [(uu, mm, um) for uu, mm, um in np.add.reduceat(parts, spans.first).tolist()]
+class Passes:
+    """Both passes over blocks of one dtype, cut into spans of at most SPAN elements: of each its block, length and beginning."""
 
+    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+        sizes = np.array([m.numel() for m in momenta], dtype=np.int64)
+        counts = np.maximum(1, -(-sizes // SPAN))
+        self._first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+        self._block = np.repeat(np.arange(len(sizes)), counts)
+        offset = (np.arange(len(self._block)) - self._first[self._block]) * SPAN
+        self._length = np.minimum(SPAN, sizes[self._block] - offset)
+        self._dtype = momenta[0].dtype
+        self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
+        self._p, self._m, self._u = (
+            np.array([x.data_ptr() for x in tensors], dtype=np.int64)[self._block] + offset * momenta[0].element_size()
+            for tensors in self._tensors
+        )
 
-def update(
-    parameters: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    pseudo_gradients: Sequence[Tensor],
-    rules: Sequence[tuple[float, float, float, float, float]],
-) -> None:
-    """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain). All of one dtype."""
-    spans = _Spans(momenta)
-    each = np.ascontiguousarray(np.array(rules, dtype=np.float64)[spans.block])
-    p, m, u = (spans.pointers(blocks) for blocks in (parameters, momenta, pseudo_gradients))
-    _call("update", momenta[0].dtype, p, m, u, spans.length, spans=len(spans.block), last=each)
+    def statistics(self) -> list[tuple[float, float, float]]:
+        """(u·u, m·m, u·m) of each block."""
+        parts = np.zeros((len(self._block), 3))
+        _call("statistics", self._dtype, self._u, self._m, self._length, spans=len(parts), last=parts)
+        return [(uu, mm, um) for uu, mm, um in np.add.reduceat(parts, self._first).tolist()]
+
+    def update(self, rules: Sequence[tuple[float, float, float, float, float]]) -> None:
+        """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
+        each = np.array(rules, dtype=np.float64)[self._block]
+        _call("update", self._dtype, self._p, self._m, self._u, self._length, spans=len(each), last=each)

@@ -26,23 +26,21 @@ def _statistics(pseudo_gradient: Tensor, momentum: Tensor) -> Tensor:
     return torch.stack(parts).sum(0) if parts else torch.zeros(3, dtype=torch.float64, device=momentum.device)
 
 
-def statistics(pseudo_gradients: Sequence[Tensor], momenta: Sequence[Tensor]) -> list[tuple[float, float, float]]:
-    """(u·u, m·m, u·m) of each block, with one transfer to the host for all of them."""
-    table = torch.stack([_statistics(u, m) for u, m in zip(pseudo_gradients, momenta, strict=True)])
-    return [(uu, mm, um) for uu, mm, um in table.tolist()]
+class Passes:
+    """Both passes over blocks of any kind."""
 
+    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+        self._blocks = list(zip(parameters, momenta, pseudo_gradients, strict=True))
 
-def update(
-    parameters: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    pseudo_gradients: Sequence[Tensor],
-    rules: Sequence[tuple[float, float, float, float, float]],
-) -> None:
-    """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-    for parameter, momentum, pseudo_gradient, (a, b, lr, mu, gain) in zip(
-        parameters, momenta, pseudo_gradients, rules, strict=True
-    ):
-        for p, m, u in _pieces(parameter, momentum, pseudo_gradient):
-            g = torch.mul(u.to(m.dtype), a).add_(m, alpha=b)
-            m.mul_(mu).add_(g, alpha=gain)
-            p.add_(g.add_(m, alpha=mu), alpha=-lr)
+    def statistics(self) -> list[tuple[float, float, float]]:
+        """(u·u, m·m, u·m) of each block, with one transfer to the host for all of them."""
+        table = torch.stack([_statistics(u, m) for _, m, u in self._blocks])
+        return [(uu, mm, um) for uu, mm, um in table.tolist()]
+
+    def update(self, rules: Sequence[tuple[float, float, float, float, float]]) -> None:
+        """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
+        for block, (a, b, lr, mu, gain) in zip(self._blocks, rules, strict=True):
+            for p, m, u in _pieces(*block):
+                g = torch.mul(u.to(m.dtype), a).add_(m, alpha=b)
+                m.mul_(mu).add_(g, alpha=gain)
+                p.add_(g.add_(m, alpha=mu), alpha=-lr)

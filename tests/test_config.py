@@ -1,0 +1,243 @@
+"""The config: from TOML, flags or Python to the same checked values, and back to TOML without loss."""
+
+import math
+import tomllib
+from dataclasses import asdict, fields
+from typing import Literal, get_args, get_origin
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from conftest import heloco
+from heloco.cli.flags import field_docs, given_fields
+from heloco.cli.main import parser
+from heloco.errors import UserError
+from heloco.methods import METHODS
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.config import FIELDS, RECIPES, SECTIONS, field_types, read_toml, to_toml
+from heloco.task.gpt import PRESETS
+
+
+def made(**values: object) -> RunConfig:
+    return resolve(with_fields(RunConfig(), values))
+
+
+# ---- what `resolve` fills in
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resolving_fills_in_the_methods_own_values(method):
+    outer = asdict(made(method=method, paces=[1, 2, 3]).outer)
+    knobs = {("outer_lr" if name == "lr" else name): value for name, value in METHODS[method].knobs().items() if name != "fused"}
+    if method == "delayed-nesterov":
+        knobs["delay"] = 3
+    assert {name: outer[name] for name in knobs} == knobs
+    assert outer["weight"] == METHODS[method].weight
+    rest = {name for name, value in outer.items() if value is not None} - set(knobs)
+    assert rest == {"method", "weight", "drop", "drop_above"}, "a knob of another method"
+
+
+def test_what_was_given_is_not_filled_in():
+    config = made(method="delayed-nesterov", delay=2, outer_lr=0.1, weight="share", schedule_steps=9, preset="5m", width=64)
+    assert (config.outer.delay, config.outer.outer_lr, config.outer.weight) == (2, 0.1, "share")
+    assert config.inner.schedule_steps == 9
+    assert (config.model.width, config.model.heads, config.model.context) == (64, 8, 256)
+
+
+@pytest.mark.parametrize(("arrivals", "steps", "workers", "length"), [(300, 80, 5, 4800), (8, 2, 5, 3), (1, 1, 5, 1)])
+def test_the_cosine_is_as_long_as_a_workers_part_of_the_run(arrivals, steps, workers, length):
+    config = made(arrivals=arrivals, inner_steps=steps, paces=[1.0] * workers)
+    assert config.inner.schedule_steps == length
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_presets_sizes_are_filled_in(name):
+    model, preset = made(preset=name).model, PRESETS[name]
+    assert (model.width, model.layers, model.heads, model.context) == (preset.width, preset.layers, preset.heads, preset.context)
+
+
+def test_one_pace_can_be_everybodys():
+    assert made(paces=[2.5], workers=3).workers.paces == [2.5, 2.5, 2.5]
+    assert made(paces=[1, 2], workers=2).workers.paces == [1, 2]
+
+
+def test_the_papers_recipe_is_the_papers_setting():
+    config = made(**RECIPES["paper"])
+    inner, run = config.inner, config.run
+    assert (config.model.preset, config.data.tokenizer, config.model.context) == ("paper", "gpt2", 128)
+    assert (inner.batch_size, inner.lr, inner.lr_min, inner.schedule_steps, inner.warmup) == (2, 2e-4, 1e-6, 4800, 0)
+    assert (inner.beta1, inner.beta2, inner.weight_decay, inner.clip, inner.keep_state) == (0.9, 0.999, 0.01, 0, False)
+    assert (inner.lr_position, run.arrivals, config.workers.inner_steps) == ("shard", 300, 80)
+
+
+# ---- TOML
+
+PICKS = {
+    "paces": st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6),
+    "seed": st.integers(0, 2**40),
+    "lr": st.floats(0, 1),
+    "adam_eps": st.floats(0, 1e-3),
+    "method": st.sampled_from([name for name in METHODS if name != "delayed-nesterov"]),
+    "outer_lr": st.floats(0, 10),
+    "data": st.text(st.characters(blacklist_categories=("Cs",)), min_size=1),
+    "languages": st.lists(st.text(st.characters(blacklist_categories=("Cs",)), min_size=1), max_size=3),
+    "keep_state": st.booleans(),
+    "split": st.sampled_from(["source", "iid", "dirichlet"]),
+    "grace_s": st.floats(0, 1e3),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@example({"data": "".join(map(chr, range(256))), "languages": ["\u2028", "🐎", '"', "\\", "'''"]})
+@example({"lr": 5e-324, "outer_lr": 1e300, "adam_eps": 1e-16, "paces": [1 / 3]})
+@given(st.fixed_dictionaries({}, optional=PICKS))
+def test_a_config_comes_back_from_toml_as_it_was(values):
+    config = made(**values)
+    again = {name: value for section in tomllib.loads(to_toml(config)).values() for name, value in section.items()}
+    assert with_fields(RunConfig(), again) == config
+    assert resolve(with_fields(RunConfig(), again)) == config, "resolving twice is resolving once"
+    assert with_fields(RunConfig(), again).digest() == config.digest()
+
+
+def test_a_file_is_read_by_section(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[workers]\npaces = [1, 2.5]\n[outer]\nmethod = "mla"\nmomentum = 0\n[inner]\ncompile = false\n[data]\nlanguages = []'
+    )
+    expected = {"paces": [1, 2.5], "method": "mla", "momentum": 0, "compile": False, "languages": []}
+    assert read_toml(path) == expected
+    config = with_fields(RunConfig(), read_toml(path))
+    assert config.workers.paces == [1.0, 2.5] and isinstance(config.workers.paces[0], float)
+    assert config.outer.momentum == 0.0 and isinstance(config.outer.momentum, float)
+
+
+def test_an_empty_file_is_the_default(tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    assert with_fields(RunConfig(), read_toml(tmp_path / "run.toml")) == RunConfig()
+
+
+# ---- flags
+
+
+def test_every_setting_has_a_flag_and_every_flag_its_help():
+    listed = heloco("train", "--help").out
+    for name in FIELDS:
+        assert f"--{name.replace('_', '-')} " in listed
+    documented = {name for kind in SECTIONS.values() for name in field_docs(kind)}
+    symbols = {"c_ok", "k_s", "k_d", "kappa", "beta_max", "eps", "c_bad", "beta1", "beta2", "weight_decay", "adam_eps"}
+    assert set(FIELDS) - documented == symbols, "settings without a docstring; these are the papers' own symbols"
+
+
+def test_names_are_unique_over_the_sections():
+    names = [field.name for kind in SECTIONS.values() for field in fields(kind)]
+    assert len(names) == len(set(names)) == len(FIELDS)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_flag_gives_what_the_file_gives(name):
+    """The value as text on the command line, and as it is in a file."""
+    hint = field_types()[name]
+    examples = {bool: True, int: 3, float: 0.25, str: "some text", list[float]: [1.0, 2.5], list[str]: ["a", "b"]}
+    [kind] = [option for option in get_args(hint) if option is not type(None)] if type(None) in get_args(hint) else [hint]
+    expected = get_args(kind)[0] if get_origin(kind) is Literal else examples[kind]
+    text = ",".join(map(str, expected)) if isinstance(expected, list) else str(expected)
+    parsed = parser().parse_all(["train", f"--{name.replace('_', '-')}", text])
+    section = FIELDS[name]
+    from_flag = with_fields(RunConfig(), given_fields(parsed))
+    assert getattr(getattr(from_flag, section), name) == expected
+    assert from_flag == with_fields(RunConfig(), {name: expected})
+
+
+@pytest.mark.parametrize(("words", "value"), [([], True), (["true"], True), (["no"], False), (["False"], False), (["YES"], True)])
+def test_a_switch_needs_no_value(words, value):
+    parsed = parser().parse_all(["train", "--keep-state", *words])
+    assert with_fields(RunConfig(), given_fields(parsed)).inner.keep_state is value
+
+
+def test_no_flag_is_no_change():
+    assert given_fields(parser().parse_all(["train"])) == {}
+
+
+# ---- what cannot be
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"paces": []}, "There are no paces"),
+        ({"paces": [1, -2]}, "A pace is -2.0"),
+        ({"paces": [0]}, "A pace is 0.0"),
+        ({"paces": [math.nan]}, "A pace is nan"),
+        ({"paces": [math.inf]}, "A pace is inf"),
+        ({"paces": [1e-12]}, "outside the clock's"),
+        ({"paces": [1e300]}, "outside the clock's"),
+        ({"paces": [1, 2], "workers": 3}, "3 workers but 2 paces"),
+        ({"workers": -1}, "workers is -1"),
+        ({"inner_steps": 0}, "inner_steps is 0"),
+        ({"grace_s": -1}, "grace_s is -1.0"),
+        ({"grace_s": math.nan}, "grace_s is nan"),
+        ({"arrivals": 0}, "arrivals is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"eval_every": -1}, "eval_every is -1"),
+        ({"checkpoint_every": -1}, "checkpoint_every is -1"),
+        ({"max_refusals": 0}, "max_refusals is 0"),
+        ({"limit_mb": math.inf}, "limit_mb is inf"),
+        ({"limit_mb": 0}, "limit_mb is 0.0"),
+        ({"alpha": math.nan}, "alpha is nan"),
+        ({"alpha": 0}, "alpha is 0.0"),
+        ({"eval_windows": 0}, "eval_windows is 0"),
+        ({"drop_above": -1}, "drop_above is -1"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"lr": -1}, "lr is -1.0"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"beta2": 1}, "beta2 is 1.0"),
+        ({"method": "heloko"}, "did you mean 'heloco'?"),
+        ({"preset": "papper"}, "did you mean 'paper'?"),
+        ({"pases": [1]}, "There is no setting 'pases'; did you mean 'paces'?"),
+        ({"delay": 3}, "heloco has no knob 'delay'"),
+        ({"method": "mla", "k_d": 1}, "mla has no knob 'k_d'"),
+        ({"weight_value": 1}, "The base weight has no weight_value"),
+        ({"weight": "share", "weight_exponent": 1}, "The share weight has no weight_exponent"),
+    ],
+)
+def test_an_impossible_value_is_a_sentence(values, says):
+    with pytest.raises(UserError) as raised:
+        made(**values)
+    assert says in str(raised.value)
+    assert str(raised.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("arrivals", "many", "give a whole number."),
+        ("arrivals", 2.5, "give a whole number."),
+        ("arrivals", 1e3, "give a whole number."),
+        ("arrivals", True, "give a whole number."),
+        ("lr", "fast", "give a number."),
+        ("lr", True, "give a number."),
+        ("lr", [1], "give a number."),
+        ("lr", 10**400, "give a number."),
+        ("data", 5, "give text."),
+        ("data", ["a"], "give text."),
+        ("keep_state", "maybe", "give true or false."),
+        ("keep_state", 1, "give true or false."),
+        ("lookahead", "perhaps", "give true or false."),
+        ("paces", 1, "give a list such as 1,6,6."),
+        ("paces", ["fast"], "give a list such as 1,6,6."),
+        ("paces", [[1]], "give a list such as 1,6,6."),
+        ("paces", {"a": 1}, "give a list such as 1,6,6."),
+        ("paces", "1,,6", "give a list such as 1,6,6."),
+        ("languages", 3, "give a list such as de,en,fr."),
+        ("languages", {"de": 1}, "give a list such as de,en,fr."),
+        ("assign", "flexibel", "did you mean 'flexible'?"),
+        ("assign", 3, "known: fixed, flexible, liu."),
+        ("reorient", "rampe", "did you mean 'ramp'?"),
+        ("precision", "fp8", "did you mean 'fp32'?"),
+    ],
+)
+def test_a_value_of_another_kind_is_a_sentence(name, value, says):
+    with pytest.raises(UserError) as raised:
+        with_fields(RunConfig(), {name: value})
+    assert str(raised.value) == f"{name} cannot be {value!r}: {says}"

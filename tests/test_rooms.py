@@ -1,0 +1,167 @@
+"""The rooms of the design: a room imports only from rooms above it, early or late."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import heloco
+
+PACKAGE = Path(heloco.__file__).parent
+FLOORS = [
+    {"outer"},
+    {"policy"},
+    {"ledger"},
+    {"synchronizer", "methods"},
+    {"task"},
+    {"inner"},
+    {"run"},
+    {"engine"},
+    {"report"},
+    {"study"},
+    {"cli"},
+]
+"""From the top: a room may import from the floors above its own, and within itself."""
+FOR_ALL = {"errors", "seeds"}
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def name_of(path: Path) -> str:
+    parts = ["heloco", *path.relative_to(PACKAGE).with_suffix("").parts]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute module or module.name) of every import in a file, inside functions too."""
+    package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def inside(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, room) of each import from heloco; the package's own name stands for no room."""
+    for line, module in imports_of(path):
+        if top(module) == "heloco" and module not in ("heloco", "heloco.__version__"):
+            yield line, module.split(".")[1]
+
+
+def test_every_module_stands_in_a_room():
+    rooms = {room_of(path) for path in MODULES} - {"__init__"}
+    assert rooms <= FLOOR_OF.keys() | FOR_ALL
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent != PACKAGE or path.name != "__init__.py"], ids=name_of)
+def test_a_room_imports_only_from_rooms_above_it(path):
+    room = room_of(path)
+    for line, other in inside(path):
+        if room in FOR_ALL:
+            assert other in FOR_ALL, f"{path}:{line}: {room} is for all and may import none of them, but imports {other}"
+        elif other not in FOR_ALL and other != room:
+            assert other in FLOOR_OF, f"{path}:{line}: imports {other}, which is no room"
+            assert FLOOR_OF[other] < FLOOR_OF[room], f"{path}:{line}: {room} imports {other}, which is not above it"
+
+
+def test_the_packages_face_imports_nothing_when_it_is_loaded():
+    """It names every room, for type checkers and on demand, but importing it costs nothing."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    eager = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert eager == ["from importlib import import_module", "from typing import TYPE_CHECKING, Any"]
+
+
+def test_whoever_imports_the_package_itself_wants_its_version_alone():
+    """`import heloco` inside the package would reach every room by the back door."""
+    for path in MODULES:
+        if not any(module == "heloco" for _, module in imports_of(path)):
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        used = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "heloco"}
+        assert used <= {"__version__"}, path
+
+
+@pytest.mark.parametrize(
+    ("where", "banned"),
+    [
+        ("policy", {"torch", "numpy"}),
+        ("ledger.py", {"torch", "numpy"}),
+        ("report", {"torch", "numpy"}),
+        ("task/corpus", {"torch"}),
+        ("errors.py", {"torch", "numpy"}),
+        ("seeds.py", {"torch", "numpy"}),
+        ("cli", {"numpy"}),
+    ],
+)
+def test_what_a_room_knows_nothing_of_it_does_not_import(where, banned):
+    paths = [path for path in MODULES if path.relative_to(PACKAGE).as_posix().startswith(where)]
+    assert paths
+    for path in paths:
+        for line, module in imports_of(path):
+            assert top(module) not in banned, f"{path}:{line}: imports {module}"
+
+
+def test_time_threads_files_and_networks_stay_out_of_the_synchronizer():
+    clocks = {
+        "time",
+        "datetime",
+        "threading",
+        "asyncio",
+        "socket",
+        "http",
+        "os",
+        "pathlib",
+        "io",
+        "random",
+        "ray",
+        "multiprocessing",
+    }
+    for name in ("synchronizer.py", "ledger.py", "methods.py"):
+        assert not {top(module) for _, module in imports_of(PACKAGE / name)} & clocks
+
+
+def test_no_room_uses_a_wall_clock_but_the_ones_that_show_or_keep_it():
+    allowed = {"report", "run", "task", "cli"}
+    for path in MODULES:
+        if room_of(path) not in allowed:
+            assert not {top(module) for _, module in imports_of(path)} & {"time", "datetime"}, path
+
+
+def loads_torch(code: str) -> bool:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print('torch' in sys.modules)"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1] == "True"
+
+
+LIGHT = ("", ".errors", ".seeds", ".policy", ".ledger", ".report.terminal", ".report.summary", ".cli.main", ".cli.flags")
+
+
+@pytest.mark.parametrize("module", [f"heloco{name}" for name in LIGHT])
+def test_these_load_without_torch(module):
+    assert not loads_torch(f"import {module}")
+
+
+def test_the_corpus_room_itself_needs_no_torch():
+    """Its parent `heloco.task` does, so a helper process that only tokenises puts an empty package in the parent's place."""
+    parent = f"import sys, types; task = types.ModuleType('heloco.task'); task.__path__ = [{str(PACKAGE / 'task')!r}]"
+    assert not loads_torch(f"{parent}\nsys.modules['heloco.task'] = task\nimport heloco.task.corpus, heloco.task.corpus.helper")
+
+
+def test_the_probe_would_see_torch():
+    assert loads_torch("import heloco; heloco.HeLoCo")
