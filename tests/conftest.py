@@ -20,7 +20,7 @@ from heloco.cli.main import run
 
 TINY = (
     "--preset", "1m", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16",
-    "--inner-steps", "2", "--arrivals", "8", "--batch-size", "2", "--eval-windows", "4",
+    "--inner-steps", "2", "--arrivals", "8", "--batch-size", "2", "--eval-windows", "4", "--lr", "0.003", "--paces", "1,1,6,6,6",
 )  # fmt: skip
 """The smallest run: about 0.3 s. Give other values behind it: the last one counts."""
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from conftest import TINY, Fault, checkpoints, digests, evals, heloco, on_threads, tape, train, write_text
 from heloco.engine.build import build_task
 from heloco.methods import METHODS
-from heloco.run import RunFolder
+from heloco.run import RunConfig, RunFolder
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.images import ShapesNet
 
@@ -279,7 +279,7 @@ def test_the_default_run_learns(tmp_path):
     done = heloco("train", cwd=tmp_path, threads=2)
     assert done.code == 0, done.err
     first, *_, last = evals(tmp_path / "runs" / "heloco-001")
-    assert last["arrival"] == 60
+    assert last["arrival"] == RunConfig().run.arrivals
     assert all(last["scores"][name]["loss"] < first["scores"][name]["loss"] - 1 for name in first["scores"])
 
 

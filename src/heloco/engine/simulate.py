@@ -8,7 +8,9 @@ from torch import nn
 
 from heloco.engine.build import build_task
 from heloco.engine.local import Collector, LocalRun
+from heloco.errors import UserError
 from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.config import FIELDS
 from heloco.task import Task
 
 
@@ -36,12 +38,13 @@ def simulate(
     unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …"""
     if isinstance(task, str):
         settings["task"], task = task, None
+    for name in settings if task is not None else ():
+        if FIELDS.get(name) in ("data", "model"):
+            raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
     config = resolve(with_fields(RunConfig(), {"method": method, "paces": list(paces), **settings}))
     if task is None:
         task, config = build_task(config)
     collected = Collector()
     run = LocalRun(task, config, observers=[collected])
-    run.run()
-    for ours, kept in zip(run.model.buffers(), run.synchronizer.buffers, strict=True):
-        ours.copy_(kept)
+    run.run()  # its last evaluation leaves the buffers in the model
     return Result(run.model, collected.tape, collected.evals, config)

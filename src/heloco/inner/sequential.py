@@ -49,7 +49,7 @@ class SequentialInner:
         base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
         losses, units = [], 0
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(derive(self.seed, "round", handed.worker, handed.index))
+            self._seed(derive(self.seed, "round", handed.worker, handed.index))
             for h, micro_batches in enumerate(steps):
                 if self.before_step is not None:
                     self.before_step()
@@ -71,6 +71,13 @@ class SequentialInner:
             units=units,
             memory=_state(optimizer) if self.options.keep_state else None,
         )
+
+    def _seed(self, seed: int) -> None:
+        """The generators that the model's own randomness (dropout) draws from, here and on its device; no other device's."""
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):
+                torch.cuda.manual_seed(seed)
 
     @torch.no_grad()
     def _load(self, handed: Round) -> None:
