@@ -389,9 +389,9 @@ def test_a_refused_contribution_leaves_no_trace_in_parameters_momentum_or_barrie
 
 
 def test_a_run_with_refusals_resumes_to_the_bit(tmp_path):
-    """Broken off after each line of the tape in turn, refused ones too."""
+    """Broken off after each line of the tape in turn, refused ones too; with windows of data that wait to be handed out again."""
     diverging = Diverging((0, 1), (1, 1), (0, 2), (0, 5))
-    finish(diverging.start(tmp_path / "expected"))
+    finish(diverging.start(tmp_path / "expected", checkpoint_every=1))
     expected = outcome(tmp_path / "expected")
     verdicts = [line["verdict"] for line in tape(tmp_path / "expected")]
     assert verdicts.count("refused") == 4
@@ -413,7 +413,7 @@ def test_a_run_with_refusals_resumes_to_the_bit(tmp_path):
 
     for line in range(1, len(verdicts)):
         folder = tmp_path / f"crashed-{line}"
-        local = diverging.start(folder)
+        local = diverging.start(folder, checkpoint_every=1)
         local.observers.append(CrashAt(line))
         with pytest.raises(Crash):
             finish(local)

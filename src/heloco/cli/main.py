@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import heloco
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.errors import RunStopped, UserError
 
@@ -38,6 +39,7 @@ def run(arguments: list[str]) -> int:
 
 def parser() -> Parser:
     top = Parser(prog="heloco", description="Asynchronous low-communication training on unequal machines with unequal data.")
+    top.add_argument("--version", action="version", version=f"heloco {heloco.__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Parser:
