@@ -67,8 +67,10 @@ class Done:
 def on_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def heloco(*arguments: str | Path, cwd: Path | None = None, threads: int = 1) -> Done:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from conftest import TINY, Fault, checkpoints, digests, evals, heloco, on_threads, tape, train, write_text
 from heloco.engine.build import build_task
 from heloco.methods import METHODS
-from heloco.run import RunConfig, RunFolder
+from heloco.run import RunFolder
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.images import ShapesNet
 
@@ -225,9 +225,12 @@ def test_a_real_process_ends_with_the_exit_code_and_the_sentence(tmp_path):
 
 
 def test_a_closed_pipe_is_no_error():
-    script = f"{sys.executable} -m heloco.cli methods | head -n 1; exit ${{PIPESTATUS[0]}}"
+    """More than a pipe holds, and a reader that leaves after the first line."""
+    command = f"{sys.executable} -m heloco.cli schedule --paces 1 --inner-steps 10 --events --arrivals 9999"
+    script = f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "sync-nesterov\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["10", "s", "worker", "0", "version", "0", "staleness", "0"]
 
 
 def test_looking_at_a_schedule_needs_no_data(tmp_path, monkeypatch):
@@ -272,15 +275,6 @@ def test_the_papers_recipe_trains_on_the_whole_corpus(shared, tmp_path):
     losses = [line["mean"]["loss"] for line in evals(tmp_path / "run")]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["parameters"] == 14_468_608
-
-
-@pytest.mark.long
-def test_the_default_run_learns(tmp_path):
-    done = heloco("train", cwd=tmp_path, threads=2)
-    assert done.code == 0, done.err
-    first, *_, last = evals(tmp_path / "runs" / "heloco-001")
-    assert last["arrival"] == RunConfig().run.arrivals
-    assert all(last["scores"][name]["loss"] < first["scores"][name]["loss"] - 1 for name in first["scores"])
 
 
 def test_runs_on_own_text_differ_by_their_text(tmp_path, text):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import heloco as package
-from conftest import heloco
+from conftest import evals, heloco
 from heloco.cli.flags import given_fields
 from heloco.cli.main import parser
 from heloco.engine.simulate import simulate
@@ -158,11 +158,14 @@ def test_commands_that_need_nothing_run(readme):
 
 
 @pytest.mark.long
-def test_the_default_command_runs(readme, tmp_path):
+def test_the_default_command_runs_and_every_language_is_learnt(readme, tmp_path):
     assert ["train"] in commands(readme, "heloco")
     done = heloco("train", cwd=tmp_path, threads=2)
     assert done.code == 0, done.err
     assert done.out.splitlines()[-1] == "The run's folder: runs/heloco-001"
+    first, *_, last = evals(tmp_path / "runs" / "heloco-001")
+    assert last["arrival"] == RunConfig().run.arrivals
+    assert all(last["scores"][name]["loss"] < first["scores"][name]["loss"] - 1 for name in first["scores"])
 
 
 def test_every_path_of_the_tree_exists(readme):
