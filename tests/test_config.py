@@ -94,10 +94,35 @@ PICKS = {
 @given(st.fixed_dictionaries({}, optional=PICKS))
 def test_a_config_comes_back_from_toml_as_it_was(values):
     config = made(**values)
-    again = {name: value for section in tomllib.loads(to_toml(config)).values() for name, value in section.items()}
+    document = tomllib.loads(to_toml(config))
+    assert document.pop("effective") is True
+    again = {name: value for section in document.values() for name, value in section.items()}
     assert with_fields(RunConfig(), again) == config
     assert resolve(with_fields(RunConfig(), again)) == config, "resolving twice is resolving once"
     assert with_fields(RunConfig(), again).digest() == config.digest()
+
+
+def test_what_was_derived_from_an_overridden_field_is_derived_anew(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(made(method="heloco", preset="paper", arrivals=300, inner_steps=80)))
+    flags = {"method": "mla", "preset": "30m", "arrivals": 100}
+    again = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
+    assert again == made(method="mla", preset="30m", arrivals=100, inner_steps=80)
+    assert again.outer.c_ok is None and again.model.width == 384 and again.inner.schedule_steps == 100 * 80 // 5
+
+
+def test_a_users_own_file_keeps_all_it_says(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("[model]\nwidth = 64\n[inner]\nschedule_steps = 7\n")
+    flags = {"preset": "30m", "arrivals": 100}
+    again = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
+    assert again.model.width == 64 and again.inner.schedule_steps == 7
+
+
+@pytest.mark.parametrize("setting", [{"preset": "paper"}, {"data": "text"}, {"tokenizer": "gpt2"}, {"width": 64}])
+def test_settings_of_the_language_task_are_refused_for_images(setting):
+    with pytest.raises(UserError, match=f"{next(iter(setting))} is a setting of the language task"):
+        made(task="images", **setting)
 
 
 def test_a_file_is_read_by_section(tmp_path):

@@ -94,7 +94,8 @@ def train(parsed: argparse.Namespace) -> int:
 
     if parsed.recipe not in RECIPES:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
-    values = RECIPES[parsed.recipe] | (read_toml(parsed.config) if parsed.config else {}) | given_fields(parsed)
+    flags = given_fields(parsed)
+    values = RECIPES[parsed.recipe] | (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
     config = resolve(with_fields(RunConfig(), values))
     if parsed.out:
         RunFolder.check_free(parsed.out)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import tomllib
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -152,6 +153,19 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix."""
 
 
+_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above"))
+DERIVED: dict[str, tuple[str, ...]] = {
+    "preset": ("width", "layers", "heads", "context"),
+    "data": ("languages", "vocab_size"),
+    "tokenizer": ("vocab_size",),
+    "paces": ("schedule_steps",),
+    "inner_steps": ("schedule_steps",),
+    "arrivals": ("schedule_steps",),
+    "method": _RULE,
+}
+"""Field -> the fields whose values `resolve` or the data fill in from it."""
+
+
 def field_types() -> dict[str, Any]:
     return {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items()}
 
@@ -217,8 +231,12 @@ def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     return config
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """The fields of a TOML file with the sections of RunConfig."""
+def read_toml(path: Path, overridden: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of a TOML file with the sections of RunConfig.
+
+    A run's own config.toml is effective: it also holds what was derived from other fields. What was derived from a field that
+    is `overridden` is left out, to be derived anew.
+    """
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -230,6 +248,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
     values: dict[str, Any] = {}
+    effective = document.pop("effective", False) is True
     for section, entries in document.items():
         if section not in SECTIONS or not isinstance(entries, dict):
             raise UserError(f"{path}: there is no section [{section}]; {nearest(section, list(SECTIONS))}")
@@ -238,12 +257,13 @@ def read_toml(path: Path) -> dict[str, Any]:
                 known = [n for n, s in FIELDS.items() if s == section]
                 raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
             values[name] = value
-    return values
+    stale = {derived for name in overridden for derived in DERIVED.get(name, ())} if effective else set()
+    return {name: value for name, value in values.items() if name not in stale}
 
 
 def to_toml(config: RunConfig) -> str:
     """The config as TOML. Its values are numbers, booleans, strings and lists of them, which TOML writes as JSON does."""
-    lines = []
+    lines = ["effective = true", ""]
     for section, entries in asdict(config).items():
         lines.append(f"[{section}]")
         lines += [f"{name} = {_toml(value)}" for name, value in entries.items() if value is not None]
@@ -304,10 +324,17 @@ def resolve(config: RunConfig) -> RunConfig:
     if not inner.schedule_steps:
         length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
         inner = replace(inner, schedule_steps=length)
-    return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config.model))
+    return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config))
 
 
-def _resolve_model(config: ModelConfig) -> ModelConfig:
+def _resolve_model(whole: RunConfig) -> ModelConfig:
+    config = whole.model
+    if whole.data.task == "images":
+        for section, default in ((whole.data, DataConfig(task="images")), (config, ModelConfig())):
+            for name, value in asdict(default).items():
+                if getattr(section, name) != value:
+                    raise UserError(f"{name} is a setting of the language task: leave it out, or leave out --task images.")
+        return config
     base = preset(config.preset)
     if config.eval_windows < 1:
         raise UserError(f"eval_windows is {config.eval_windows}: an evaluation needs at least one sample per source.")

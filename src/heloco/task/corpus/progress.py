@@ -34,4 +34,5 @@ def rich_progress() -> Iterator[Progress]:
     try:
         yield report
     finally:
-        bars.stop()
+        if tasks:
+            bars.stop()
