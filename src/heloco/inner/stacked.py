@@ -114,7 +114,7 @@ class _Stack:
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.data: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._move = torch.compile(adamw_move, dynamic=False) if device.type == "cuda" else adamw_move
+        self._move = torch.compile(adamw_move, dynamic=True) if device.type == "cuda" else adamw_move
 
     @torch.no_grad()
     def load(self, jobs: Sequence[Job], data: Sequence[Any]) -> None:
@@ -167,10 +167,10 @@ class _Stack:
                 gradients = clipped(gradients, options.clip)
             factors = torch.stack([*adamw_factors(self.taken, lr, active, options), active])
             for kind in {p.dtype for p in self.parameters}:  # one conversion for all blocks of a kind
-                own = factors.to(kind)
-                for p, g, m, v in zip(self.parameters, gradients, self.exp_avg, self.exp_avg_sq, strict=True):
+                own = factors.to(kind)[..., None]
+                for p, m, v, g in zip(self.parameters, self.exp_avg, self.exp_avg_sq, gradients, strict=True):
                     if p.dtype is kind:
-                        self._move(p, g, m, v, own.view(4, -1, *([1] * (p.dim() - 1))), options)
+                        self._move(_rows(p), _rows(m), _rows(v), _rows(g), own, options)
             self.at += 1
 
     def _capture(self) -> None:
@@ -232,12 +232,16 @@ def clipped(gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
     return [g * _along(scale, g) for g in gradients]
 
 
-def adamw_move(p: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Tensor, options: InnerOptions) -> None:
-    """AdamW on one block of all slices; the factors are in the block's precision and shape."""
+def adamw_move(p: Tensor, m: Tensor, v: Tensor, g: Tensor, factors: Tensor, options: InnerOptions) -> None:
+    """AdamW on one block of all slices, a slice a row, whatever its shape: one compiled kernel serves all blocks."""
     size, root, decay, here = factors
     m.add_((g - m) * ((1 - options.beta1) * here))
     v.add_((g * g - v) * ((1 - options.beta2) * here))
     p.mul_(decay).sub_(size * m / (v.sqrt() / root + options.adam_eps))
+
+
+def _rows(block: Tensor) -> Tensor:
+    return block.detach().reshape(len(block), -1)
 
 
 def _along(values: Tensor, like: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class GPTLoss:
         for layer in range(config.layers):
             x = self._block(x, rest[12 * layer : 12 * (layer + 1)], stack * samples, length)
         weight, bias, *head = rest[12 * config.layers :]
-        logits = _normed(x, weight, bias) @ (head[0] if head else token).transpose(1, 2)
+        logits = _product(_normed(x, weight, bias), head[0] if head else token)
         return F.cross_entropy(logits.flatten(0, 1), targets, reduction="none").view(stack, -1).mean(1)
 
     def _block(self, x: Tensor, parameters: list[Tensor], sequences: int, length: int) -> Tensor:
@@ -77,8 +77,27 @@ class GPTLoss:
         return x + _linear(F.gelu(_linear(_normed(x, norm2, norm2_b), up, up_b)), down, down_b)
 
 
+class _Product(torch.autograd.Function):
+    """x Wᵀ slice by slice, whose gradient for W comes in W's own layout: torch's comes transposed, and would be copied."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight)
+        return torch.bmm(x, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = context.saved_tensors
+        return torch.bmm(gradient, weight), torch.bmm(gradient.transpose(1, 2), x)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    product: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return product
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+    return _product(x, weight) + bias[:, None]
 
 
 def _normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
