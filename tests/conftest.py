@@ -82,6 +82,13 @@ def on_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models: threads would only wait for each other."""
+    with on_threads(1):
+        yield
+
+
 def heloco(*arguments: str | Path, cwd: Path | None = None, threads: int = 1) -> Done:
     """`heloco ARGUMENTS`; on one thread, for a tiny model is faster on one than on two."""
     out, err = io.StringIO(), io.StringIO()

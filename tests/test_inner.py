@@ -3,7 +3,7 @@
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,14 +22,7 @@ from heloco.synchronizer import Contribution, Round, Synchronizer
 from heloco.task import Task
 from heloco.task.datasets import DatasetTask
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models here are tiny: threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(make: Any, seed: int = 0) -> nn.Module:

@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,7 @@ BRIEF = {"inner_steps": 2, "arrivals": 7, "eval_every": 3, "device": "cpu"}
 TINY_GPT = {"width": 16, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "batch_size": 2}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import namedtuple
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,7 @@ from heloco.task.language import LanguageTask
 TINY = GPTConfig(width=16, layers=2, heads=2, context=12, vocab_size=257)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def same(ours: nn.Module, theirs: nn.Module) -> bool:

@@ -100,10 +100,6 @@ def _metavar(hint: Any) -> str:
     return next((names[option] for option in (hint, *get_args(hint)) if option in names), "TEXT")
 
 
-def wants_help(arguments: list[str]) -> bool:
-    return not arguments or arguments[0] in ("-h", "--help")
-
-
 def fail(message: str) -> int:
     """A sentence on stderr, exit code 2."""
     print(f"heloco: {message}", file=sys.stderr)

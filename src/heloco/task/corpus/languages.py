@@ -21,7 +21,6 @@ Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.object_]
 
 TRAIN_BYTES = 1_000_000
-VAL_BYTES = 60_000
 VERSION = 1  # of what the code below writes: part of the cache key, so raise it when the text changes
 
 _NOUNS, _VERBS, _ADJECTIVES, _PLACES, _TOPICS, _FAVOURITES = 150, 60, 40, 8, 10, 6
