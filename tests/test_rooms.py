@@ -135,7 +135,7 @@ def test_time_threads_files_and_networks_stay_out_of_the_synchronizer():
 
 
 def test_no_room_uses_a_wall_clock_but_the_ones_that_show_or_keep_it():
-    allowed = {"report", "run", "task", "cli"}
+    allowed = {"report", "run", "task", "study", "cli"}
     for path in MODULES:
         if room_of(path) not in allowed:
             assert not {top(module) for _, module in imports_of(path)} & {"time", "datetime"}, path

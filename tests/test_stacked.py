@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from heloco.inner import InnerOptions, SequentialInner
+from heloco.inner.stack import Stack
 from heloco.inner.stacked import Job, StackedInner
 from heloco.inner.stacked_loss import GPTLoss, VmapLoss, stacked_loss
 from heloco.synchronizer import Contribution, Round
@@ -185,3 +186,41 @@ def test_a_stack_never_writes_to_what_a_round_was_handed() -> None:
     before = [p.clone() for p in jobs[0].round.parameters]
     StackedInner(task).run(jobs)
     assert all(map(torch.equal, before, jobs[0].round.parameters))
+
+
+def test_too_little_memory_halves_the_stack_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = language()
+    jobs = jobs_of(task, OPTIONS, [2, 3, 1, 3, 2])
+    sizes = []
+
+    def allocate(self: Stack, *settings: Any) -> None:
+        sizes.append(settings[3])
+        if settings[3] > 2:
+            raise torch.OutOfMemoryError("the device is full")
+        whole(self, *settings)
+
+    whole = Stack.__init__
+    monkeypatch.setattr(Stack, "__init__", allocate)
+    inner = StackedInner(task, width=8)
+    for stacked, job in zip(inner.run(jobs), jobs, strict=True):
+        assert_same(stacked, alone(job))
+    assert inner.width == 2 and sizes == [5, 2, 1]
+    monkeypatch.setattr(Stack, "__init__", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        StackedInner(task).run(jobs)
+
+
+def test_only_the_rows_that_a_round_reads_ride_in_the_stack() -> None:
+    task = language()
+    jobs = jobs_of(task, OPTIONS, [1, 2])
+    inner = StackedInner(task)
+    for stacked, job in zip(inner.run(jobs), jobs, strict=True):
+        assert_same(stacked, alone(job))
+        read = torch.zeros(257, dtype=torch.bool)
+        read[job.batches()[:, :-1].unique()] = True
+        start, moved = job.round.parameters[0], stacked.pseudo_gradient[0]
+        decay = 1.0
+        for lr in job.learning_rates():
+            decay *= 1 - lr * OPTIONS.weight_decay
+        torch.testing.assert_close(moved[~read], (start * (1 - decay))[~read], rtol=1e-12, atol=0)
+        assert read.any() and not read.all()

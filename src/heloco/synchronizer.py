@@ -219,7 +219,7 @@ class Synchronizer:
         ):
             if [t.shape for t in ours] != [t.shape for t in theirs]:
                 return f"the {what} not have the model's shapes"
-        if not all(map(_fits, self.buffers, contribution.buffers)):
+        if not _fit(self.buffers, contribution.buffers):
             return "the buffers hold NaN or Inf"
         return ""
 
@@ -250,7 +250,7 @@ class Synchronizer:
         self._gathered_workers.append(contribution.worker)
         if self.outer is not None:
             share = max(1.0, weight * self.workers)
-            if not all(_squarable(d, p, share) for p, d in zip(self.parameters, contribution.pseudo_gradient, strict=True)):
+            if not _squarable(contribution.pseudo_gradient, self.parameters, share):
                 self._gathered_workers.pop()
                 return "refused", NOT_FINITE
             self._gather_tensors(contribution, weight)
@@ -338,17 +338,22 @@ class Synchronizer:
         }
 
 
-def _squarable(delta: Tensor, parameter: Tensor, share: float) -> bool:
-    """Whether a block is finite, and small enough for an outer rule to square the sum of all workers' blocks like it."""
-    most = torch.finfo(torch.promote_types(parameter.dtype, torch.float32)).max
-    norm = float(torch.linalg.vector_norm(delta, dtype=torch.float64))
-    return norm * share < 0.5 * math.sqrt(most)  # a NaN is not below anything
+def _squarable(deltas: Sequence[Tensor], parameters: Sequence[Tensor], share: float) -> bool:
+    """Whether all blocks are finite, and small enough for an outer rule to square the sum of all workers' blocks like them."""
+    norms = _fetched(torch._foreach_norm(list(deltas), 2, dtype=torch.float64)) if deltas else []
+    most = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
+    return all(x * share < 0.5 * math.sqrt(y) for x, y in zip(norms, most, strict=True))  # a NaN is not below anything
 
 
-def _fits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether a buffer is finite, but for what is infinite in ours too (a mask of −∞, say)."""
-    theirs = theirs.to(ours.device)
-    return bool((theirs.isfinite() | (theirs == ours)).all())
+def _fit(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether all buffers are finite, but for what is infinite in ours too (a mask of −∞, say)."""
+    pairs = [(x, y.to(x.device)) for x, y in zip(ours, theirs, strict=True)]
+    return all(_fetched([(y.isfinite() | (y == x)).all() for x, y in pairs]))
+
+
+def _fetched(numbers: Sequence[Tensor]) -> list[float]:
+    """Tensors of one number each, with one transfer from their device for all of them."""
+    return [float(x) for x in torch.stack([n.to(numbers[0].device) for n in numbers]).tolist()] if numbers else []
 
 
 def _mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import heloco
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
+from heloco.cli.study import add_study_flags, study
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def parser() -> Parser:
 
     made = add("methods", methods, "The outer methods: equations and knobs.")
     made.add_argument("--json", action="store_true", help="print JSON")
+
+    add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     return top
 
 

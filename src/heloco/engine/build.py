@@ -1,6 +1,7 @@
 """From a config to the objects of a run."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +71,25 @@ def _absolute(name: str) -> str:
 
 @dataclass(frozen=True)
 class Parts:
+    task: Task
+    config: RunConfig
     model: nn.Module
     """The outer model: its parameters are the ones the outer rule moves."""
     synchronizer: Synchronizer
-    inner: SequentialInner
     device: torch.device
 
+    @cached_property
+    def inner(self) -> SequentialInner:
+        return SequentialInner(self.task, self.config.inner, seed=self.config.run.seed, device=self.device)
 
-def build_parts(task: Task, config: RunConfig) -> Parts:
+
+def build_parts(task: Task, config: RunConfig, model: nn.Module | None = None) -> Parts:
+    """`model`: one with the task's initial parameters, where the caller has it already."""
     workers, outer = config.workers, config.outer
     device = pick_device(config.run.device)
     choose = make_choice(workers.assign, workers=len(workers.paces), shards=len(task.shards), seed=config.run.seed)
     method = get_method(outer.method)
-    model = task.build_model().to(device)
+    model = task.build_model().to(device) if model is None else model
     synchronizer = Synchronizer(
         method.build(model.parameters(), workers=len(workers.paces), **outer_knobs(outer)),
         inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
@@ -94,8 +101,7 @@ def build_parts(task: Task, config: RunConfig) -> Parts:
         barrier=method.barrier,
         buffers=list(model.buffers()),
     )
-    inner = SequentialInner(task, config.inner, seed=config.run.seed, device=device)
-    return Parts(model, synchronizer, inner, device)
+    return Parts(task, config, model, synchronizer, device)
 
 
 @torch.no_grad()

@@ -73,16 +73,23 @@ class LocalRun:
     """`config` must be resolved. Without a folder nothing is written."""
 
     def __init__(
-        self, task: Task, config: RunConfig, *, folder: RunFolder | None = None, observers: list[Observer] | None = None
+        self,
+        task: Task,
+        config: RunConfig,
+        *,
+        folder: RunFolder | None = None,
+        observers: list[Observer] | None = None,
+        model: nn.Module | None = None,
+        block_numbers: bool = True,
     ) -> None:
         self.task = task
         self.config = config
         self.folder = folder
         self.observers = observers or []
+        self.block_numbers = block_numbers
         self.stop_requested = False
-        parts = build_parts(task, config)
-        self.model, self.synchronizer, self.inner = parts.model, parts.synchronizer, parts.inner
-        self.inner.before_step = self._heed_stop
+        self._parts = build_parts(task, config, model)
+        self.model, self.synchronizer = self._parts.model, self._parts.synchronizer
         self.simulation = Simulation(
             self.synchronizer, paces_s=config.workers.paces, arrivals=config.run.arrivals, grace_s=config.workers.grace_s
         )
@@ -94,25 +101,36 @@ class LocalRun:
 
     def run(self) -> None:
         """To the end, or until a stop is requested (then `StopRequested`, after a checkpoint)."""
-        settings = self.config.run
+        inner = self._parts.inner
+        inner.before_step = self._heed_stop
         try:
-            if self.synchronizer.arrivals == 0 and self._evaluated_at < 0:
-                self._evaluate()
-                self._save()
-            while not self.simulation.finished:
-                self._heed_stop()
-                if (arrived := self.simulation.advance()) is None:
-                    self.simulation.give(self.inner.run([self.simulation.next_needed()])[0])
-                    continue
-                self._take_in(*arrived)
-                if arrived[0].verdict != "refused":
-                    self._evaluate_if(_due(self.synchronizer.arrivals, settings.eval_every))
-                    self._save_if(_due(self.synchronizer.arrivals, settings.checkpoint_every))
-            self._evaluate_if(True)
-            self._save_if(True)
+            self.begin()
+            while not self.advance():
+                self.simulation.give(inner.run([self.simulation.next_needed()])[0])
         except StopRequested:
             self._save_if(True)
             raise
+
+    def begin(self) -> None:
+        """The first evaluation, unless the run was taken up from a checkpoint."""
+        if self.synchronizer.arrivals == 0 and self._evaluated_at < 0:
+            self._evaluate()
+            self._save()
+
+    def advance(self) -> bool:
+        """As far as the results that were given reach; whether that is the end."""
+        settings = self.config.run
+        while not self.simulation.finished:
+            self._heed_stop()
+            if (arrived := self.simulation.advance()) is None:
+                return False
+            self._take_in(*arrived)
+            if arrived[0].verdict != "refused":
+                self._evaluate_if(_due(self.synchronizer.arrivals, settings.eval_every))
+                self._save_if(_due(self.synchronizer.arrivals, settings.checkpoint_every))
+        self._evaluate_if(True)
+        self._save_if(True)
+        return True
 
     def _heed_stop(self) -> None:
         if self.stop_requested:
@@ -121,7 +139,7 @@ class LocalRun:
     def _take_in(self, arrival: Arrival, contribution: Contribution) -> None:
         self.units += contribution.units if arrival.verdict != "refused" else 0
         start_s = self.simulation.started_ns[arrival.worker] / NS
-        line = record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s)
+        line = record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, numbers=self.block_numbers)
         if self.folder is not None:
             self.folder.write_arrival(line)
         for observer in self.observers:

@@ -1,6 +1,6 @@
 """Who arrives when, without training: the synchronizer's books and the virtual clock alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from heloco.engine.simulation import Simulation
@@ -43,6 +43,28 @@ def schedule(
         else:
             under_way = simulation.next_needed()
             simulation.give(Contribution(under_way.worker, under_way.index, under_way.version))
+
+
+def chains(events: Iterable[tuple[float, Arrival]]) -> dict[tuple[int, int], int]:
+    """(worker, round) -> inner steps that must follow one upon the other from this round to the last arrival, its own included.
+
+    A round waits for all arrivals before its start, so chain(A) = steps(A) + the longest chain of a round that starts after A.
+    """
+    by_start: dict[int, list[tuple[tuple[int, int], int, int]]] = {}
+    for _, a in events:
+        seen_from = a.outer_step + (
+            a.verdict == "gathered"
+        )  # what is gathered takes effect with the step that closes the barrier
+        by_start.setdefault(a.version, []).append(((a.worker, a.round), seen_from, a.inner_steps))
+    found: dict[tuple[int, int], int] = {}
+    last = max(by_start, default=0)
+    longest = [0] * (last + 2)  # [v]: of the rounds that start at version v or later
+    for version in range(last, -1, -1):
+        for key, seen_from, steps in by_start.get(version, []):
+            found[key] = steps + longest[min(seen_from, last + 1)]
+            longest[version] = max(longest[version], found[key])
+        longest[version] = max(longest[version], longest[version + 1])
+    return found
 
 
 def summarize(events: Iterator[tuple[float, Arrival]], inner_steps: Sequence[int]) -> tuple[float, list[WorkerShare]]:

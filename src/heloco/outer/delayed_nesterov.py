@@ -11,6 +11,7 @@ c in [0, 1/N] spreads the momentum's step over the arrivals in between; Liu's de
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .kernels import Passes
 from .optimizer import Block, OuterOptimizer
@@ -29,9 +30,10 @@ class DelayedNesterov(OuterOptimizer):
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
 
     def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:  # noqa: ARG002
-        return [self._move(block) for block in blocks]
+        moved = [self._move(block).to(blocks[0].parameter.device) for block in blocks]
+        return [float(x) for x in torch.stack(moved).tolist()] if moved else []  # one transfer from a GPU
 
-    def _move(self, block: Block) -> float:
+    def _move(self, block: Block) -> Tensor:
         p, m, group = block.parameter, block.momentum, block.group
         n, c, mu, lr = group["delay"], group["c"], group["momentum"], group["lr"]
         state = self.state[p]
@@ -46,4 +48,5 @@ class DelayedNesterov(OuterOptimizer):
             share = 1 - c * n + c
         step.mul_(1 / n).add_(m, alpha=share * mu)
         p.add_(step, alpha=-lr)
-        return float(lr * torch.linalg.vector_norm(step))
+        length: Tensor = torch.linalg.vector_norm(step)
+        return length.mul_(lr)

@@ -18,5 +18,8 @@ class MLA(OuterOptimizer):
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, lookahead: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "lookahead": lookahead})
 
+    def _gain(self, group: dict[str, Any]) -> float:
+        return 1 - float(group["momentum"])
+
     def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:
-        return momentum_step(blocks, [1 - block.group["momentum"] for block in blocks], passes)
+        return momentum_step(blocks, [self._gain(block.group) for block in blocks], passes)

@@ -9,6 +9,7 @@ This is `torch.optim.SGD(nesterov=True)` to the letter, so torch's own function 
 
 from typing import Any
 
+import torch
 from torch.optim.sgd import sgd
 
 from .kernels import Passes
@@ -25,12 +26,15 @@ class Nesterov(OuterOptimizer):
         momentum_step(mixed, [1.0] * len(mixed), own)  # torch's SGD keeps no float32 momentum for half-precision parameters
         for group in self.param_groups:
             alike = [x for x in blocks if x.group is group and x.parameter.dtype == x.momentum.dtype]
-            for fused in {_fusable(x) for x in alike}:
-                self._sgd([x for x in alike if _fusable(x) is fused], group, group["fused"] if fused else False)
+            for fusable in {_fusable(x) for x in alike}:
+                fused = None if group["fused"] and not fusable else group["fused"]
+                self._sgd([x for x in alike if _fusable(x) is fusable], group, fused)
         return [momentum_step_length(block, 1.0) for block in blocks]
 
     def _sgd(self, blocks: list[Block], group: dict[str, Any], fused: bool | None) -> None:
-        weighted = [x.pseudo_gradient if x.a == 1 else x.pseudo_gradient * x.a for x in blocks]
+        weighted = tuple(x.pseudo_gradient for x in blocks)
+        if blocks[0].a != 1:  # ρ, the same for all blocks of a step
+            weighted = torch._foreach_mul(weighted, blocks[0].a)
         sgd(
             [x.parameter for x in blocks],
             [g.to(x.parameter.dtype) for g, x in zip(weighted, blocks, strict=True)],

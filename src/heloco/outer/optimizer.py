@@ -62,10 +62,14 @@ class OuterOptimizer(Optimizer):
     def _apply(self, blocks: list[Block], passes: kernels.Passes) -> list[float]:
         """The rule's equation: moves the parameters and momenta of all blocks, and says how far each parameter moved.
 
-        `passes` are those over just these blocks, for the rules that can use them.
+        `passes` are those over just these blocks, for rules that use them; one with a `_gain` may find its blocks moved.
         """
 
     def _correction(self, group: dict[str, Any]) -> Correction | None:  # noqa: ARG002
+        return None
+
+    def _gain(self, group: dict[str, Any]) -> float | None:  # noqa: ARG002
+        """How much of G enters the momentum, for a rule whose whole step is `momentum_step`; None for any other."""
         return None
 
     @overload
@@ -82,19 +86,22 @@ class OuterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        found = [(p, i) for i, group in enumerate(self.param_groups) for p in group["params"] if p.grad is not None]
         momenta = [self._momentum(p) for p, _ in found]
         pseudo_gradients = [p.grad for p, _ in found if p.grad is not None]
         passes = kernels.Passes([p for p, _ in found], momenta, pseudo_gradients)
-        sums = passes.statistics()
+        corrections = [self._correction(group) for group in self.param_groups]
+        laws = [law for x, y in zip(self.param_groups, corrections, strict=True) if (law := self._law(x, y, weight))]
+        sums = passes.step(laws, [i for _, i in found]) if len(laws) == len(corrections) else None
+        if sums is None:
+            sums = passes.statistics()
         for index, (uu, _, _) in enumerate(sums):
             if not math.isfinite(uu):
                 raise NotFinite(f"the pseudo-gradient of block {index} is not finite")
-        corrections = {id(group): self._correction(group) for group in self.param_groups}
         blocks, self.outcomes = [], []
-        for (p, group), m, u, of_block in zip(found, momenta, pseudo_gradients, sums, strict=True):
-            a, b, outcome = combine(*of_block, corrections[id(group)], weight)
-            blocks.append(Block(p, m, u, group, a, b, of_block))
+        for (p, i), m, u, of_block in zip(found, momenta, pseudo_gradients, sums, strict=True):
+            a, b, outcome = combine(*of_block, corrections[i], weight)
+            blocks.append(Block(p, m, u, self.param_groups[i], a, b, of_block))
             self.outcomes.append(outcome)
         self.movements = self._apply(blocks, passes)
         return loss
@@ -102,14 +109,24 @@ class OuterOptimizer(Optimizer):
     @torch.no_grad()
     def lookahead(self) -> list[Tensor]:
         """New tensors a worker starts from, one per parameter: θ, or θ − ημm for the rules that look ahead (Eq. dispatch)."""
-        starts = []
+        starts: list[Tensor] = []
         for group in self.param_groups:
             ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
-            for p in group["params"]:
-                m = self.state[p].get("momentum_buffer") if ahead else None
-                start = p.detach().clone()
-                starts.append(start if m is None else start.sub_(m, alpha=ahead))
+            momenta = [self.state[p].get("momentum_buffer") if ahead else None for p in group["params"]]
+            starts += _ahead([p.detach() for p in group["params"]], momenta, ahead)
         return starts
+
+    def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law | None:
+        """How the blocks of a group move, for kernels that find out a and b of G = a·Δ + b·m themselves."""
+        gain = self._gain(group)
+        if gain is None:
+            return None
+        neutral = kernels.NO_CORRECTION._replace(lr=group["lr"], mu=group["momentum"], gain=gain, weight=weight)
+        if correction is None:
+            return neutral
+        before, after = (weight, 1.0) if correction.weigh == "before" else (1.0, weight)
+        constants = {name: getattr(correction, name) for name in ("c_ok", "k_s", "k_d", "kappa", "beta_max", "eps", "c_bad")}
+        return neutral._replace(before=before, after=after, ramp=correction.reorient == "ramp", **constants)
 
     def _momentum(self, p: Tensor) -> Tensor:
         """m, made of zeros at first; at least float32."""
@@ -133,9 +150,37 @@ def _momentum_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
+def _ahead(parameters: list[Tensor], momenta: list[Tensor | None], ahead: float) -> list[Tensor]:
+    """θ − ahead·m of each block as a new tensor, or θ where there is no m. On a GPU a few launches do all of them."""
+    starts: dict[int, Tensor] = {}
+    alike: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
+    for i, (p, m) in enumerate(zip(parameters, momenta, strict=True)):
+        if kernels.on_gpu(p) and type(p) is Tensor:
+            alike.setdefault((p.device, p.dtype, None if m is None else torch.promote_types(p.dtype, m.dtype)), []).append(i)
+        else:
+            starts[i] = p.clone() if m is None else p.clone().sub_(m, alpha=ahead)
+    for (_, dtype, wide), indices in alike.items():
+        found = [parameters[i] for i in indices]
+        if wide is None:
+            found = _copies(found, dtype)
+        else:  # in the momentum's precision if that is the higher one, with one rounding at the end
+            found = found if wide is dtype else _copies(found, wide)
+            found = list(torch._foreach_sub(found, [m for i in indices if (m := momenta[i]) is not None], alpha=ahead))
+            found = found if wide is dtype else _copies(found, dtype)
+        starts.update(zip(indices, found, strict=True))
+    return [starts[i] for i in range(len(parameters))]
+
+
+def _copies(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    made = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    torch._foreach_copy_(made, tensors)
+    return made
+
+
 def momentum_step(blocks: list[Block], gains: list[float], passes: kernels.Passes) -> list[float]:
     """m = μm + gain·G, θ −= η(G + μm) for all blocks, with G = a·Δ + b·m. Returns how far each moved."""
-    passes.update([(x.a, x.b, x.group["lr"], x.group["momentum"], gain) for x, gain in zip(blocks, gains, strict=True)])
+    if not passes.moved:
+        passes.update([(x.a, x.b, x.group["lr"], x.group["momentum"], gain) for x, gain in zip(blocks, gains, strict=True)])
     return [momentum_step_length(block, gain) for block, gain in zip(blocks, gains, strict=True)]
 
 

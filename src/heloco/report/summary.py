@@ -64,7 +64,7 @@ class RunSummary:
         worker.loss, worker.shard = line["loss"], line["shard"]
         blocks = line.get("blocks")
         if blocks and line["verdict"] == "applied":
-            worker.movement += sum(m * m for m in blocks["movement"]) ** 0.5
+            worker.movement += sum(m * m for m in blocks.get("movement", ())) ** 0.5
             for letter, name in CASES.items():
                 self.cases[name] += blocks["case"].count(letter)
 

@@ -16,7 +16,10 @@ from heloco.synchronizer import Arrival, Contribution
 LETTERS = {"kept": "k", "damped": "d", "turned": "t", "skipped": "s"}
 
 
-def record(arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float) -> dict[str, Any]:
+def record(
+    arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float, numbers: bool = True
+) -> dict[str, Any]:
+    """The line of an arrival. Without `numbers` only the cases of its blocks are on it: hundreds of runs at once keep them all."""
     line: dict[str, Any] = {
         "arrival": arrival.arrival,
         "verdict": arrival.verdict,
@@ -38,10 +41,11 @@ def record(arrival: Arrival, contribution: Contribution, *, time_s: float, start
     }
     if arrival.reason:
         line["reason"] = arrival.reason
-    if arrival.outcomes:
-        outcomes = arrival.outcomes
-        line["blocks"] = {
-            "case": "".join(LETTERS[o.case] for o in outcomes),
+    outcomes = arrival.outcomes
+    if outcomes:
+        line["blocks"] = {"case": "".join(LETTERS[o.case] for o in outcomes)}
+    if outcomes and numbers:
+        line["blocks"] |= {
             "cosine": [_short(o.cosine) for o in outcomes],
             "confidence": [_short(o.confidence) for o in outcomes],
             "strength": [_short(o.strength) for o in outcomes],

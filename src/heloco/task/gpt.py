@@ -79,11 +79,16 @@ class TinyGPT(nn.Module):
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.trunk(tokens))
+        return logits
+
+    def trunk(self, tokens: Tensor) -> Tensor:
+        """All but the head."""
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        normed: Tensor = self.norm(x)
+        return normed
 
 
 def build(config: GPTConfig, seed: int) -> TinyGPT:

@@ -13,7 +13,8 @@ from heloco.seeds import derive
 from heloco.task.base import Positions, Scores, ShardInfo
 from heloco.task.corpus.prepare import Corpus
 from heloco.task.corpus.sharding import EpochOrder, Shard
-from heloco.task.gpt import GPTConfig, build
+from heloco.task.gpt import GPTConfig, TinyGPT, build
+from heloco.task.head import cross_entropy, fusable
 
 EVAL_BATCH_TOKENS = 4096
 
@@ -39,7 +40,8 @@ class LanguageTask:
         self.digest = corpus.digest
         self._shards = shards
         self._orders = [EpochOrder(shard.windows, seed, i) for i, shard in enumerate(shards)]
-        self._validation = {s.name: self._windows(s.name, s.val, eval_windows) for s in corpus.sources}
+        held_out = [self._windows(source.name, source.val, eval_windows) for source in corpus.sources]
+        self._validation, self._validation_counts = torch.cat(held_out), [len(windows) for windows in held_out]
 
     def _windows(self, name: str, tokens: np.ndarray, at_most: int) -> Tensor:
         """Up to `at_most` windows spread evenly over the validation text."""
@@ -69,16 +71,37 @@ class LanguageTask:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Scores:
+        """All sources' windows in one go, in as few pieces as memory likes, and one transfer of the results."""
         device = next(model.parameters()).device
+        if self._validation.device != device:
+            self._validation = self._validation.to(device)
         training = model.training
         model.eval()
-        at_once = max(1, EVAL_BATCH_TOKENS // self.context)
-        scores: Scores = {}
-        for source in self.corpus.sources:
-            windows = self._validation[source.name]
-            parts = torch.split(windows, at_once)
-            nats = sum(float(self.loss(model, part.to(device))) * len(part) for part in parts) / len(windows)
-            tokens_per_byte = len(source.val) / source.val_bytes
-            scores[source.name] = {"loss": nats, "bits_per_byte": nats * tokens_per_byte / math.log(2)}
+        of_windows = torch.cat([_window_losses(model, part) for part in torch.split(self._validation, self._at_once(model))])
+        by_source = torch.split(of_windows, self._validation_counts)
+        nats = torch.stack([losses.mean() for losses in by_source]).tolist()
         model.train(training)
+        scores: Scores = {}
+        for source, loss in zip(self.corpus.sources, nats, strict=True):
+            tokens_per_byte = len(source.val) / source.val_bytes
+            scores[source.name] = {"loss": loss, "bits_per_byte": loss * tokens_per_byte / math.log(2)}
         return scores
+
+    def _at_once(self, model: nn.Module) -> int:
+        """Windows per piece: many where the logits are never held."""
+        tokens = EVAL_BATCH_TOKENS * (32 if _fused_head(model) else 1)
+        return max(1, tokens // self.context)
+
+
+def _fused_head(model: nn.Module) -> bool:
+    return isinstance(model, TinyGPT) and fusable(model.head.weight[None, :1], model.head.weight[None])
+
+
+def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
+    """The mean loss of each window."""
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    if isinstance(model, TinyGPT):
+        losses = cross_entropy(model.trunk(inputs).flatten(0, 1)[None], model.head.weight[None], targets.reshape(1, -1))
+    else:
+        losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.view(targets.shape).mean(1)

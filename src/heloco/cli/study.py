@@ -1,0 +1,147 @@
+"""`heloco study`: the paper's experiments, run, kept and shown."""
+
+import argparse
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from heloco.cli.flags import Parser
+from heloco.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from heloco.study.output import Folder
+    from heloco.study.plan import Plan
+    from heloco.study.spec import Study
+
+
+def add_study_flags(made: Parser) -> None:
+    def add(flag: str, metavar: str, about: str, **options: Any) -> None:
+        made.add_argument(flag, metavar=metavar, help=about, **options)
+
+    made.add_argument("study", nargs="?", metavar="STUDY", help="which one, by name, or the path of a TOML file of yours")
+    made.add_argument("--list", action="store_true", help="what there is, how many runs each has and what they cost")
+    add("--data", "DIR", "a folder of text with a file or sub-folder per language, or hf:DATASET [small: builtin]")
+    add("--tokenizer", "TEXT", "bytes, gpt2, or the path of a tokenizer.json [gpt2; small: bytes]")
+    add("--languages", "X,X,…", "which sources of the data, in the workers' order [all]")
+    add("--seeds", "N", "how many seeds, from 0 on [3]", default="3")
+    add("--rows", "X;X;…", 'only these rows: "1,6,6,6,6;1,1,1,1,1", or the flag repeated [all]', action="append")
+    add("--methods", "X,X,…", "only these methods [all]", action="append")
+    add("--out", "DIR", "where results and finished runs are kept [results]", type=Path, default=Path("results"))
+    add("--scale", "{paper,small}", "the paper's size, or small: minutes on two CPU cores [paper]", default="paper")
+    add("--device", "TEXT", "cpu, cuda, or auto: a GPU where there is one [auto]", default="auto")
+
+
+def study(parsed: argparse.Namespace) -> int:
+    from heloco.engine.build import pick_device
+    from heloco.study.output import Folder
+    from heloco.study.spec import SCALES, load_study
+    from heloco.study.terminal import list_table, wide_console
+
+    if parsed.list:
+        wide_console().print(list_table())
+        return 0
+    if parsed.study is None:
+        raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
+    if parsed.scale not in SCALES:
+        raise UserError(f"There is no scale {parsed.scale!r}; {nearest(parsed.scale, SCALES)}")
+    if parsed.data is None and parsed.scale == "paper":
+        raise UserError(
+            "At the paper's scale a study needs text: give --data DIR, a folder with a file or sub-folder per language. "
+            "`--scale small` needs none."
+        )
+    pick_device(parsed.device)  # a device that is not there is told before the data is prepared
+    chosen = load_study(parsed.study)
+    folder = Folder(parsed.out, chosen.name)
+    folder.check_ours()
+    plan = plan_of(parsed, chosen)
+    folder.check_same(plan)
+    return carry_out(parsed, plan, folder)
+
+
+def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
+    from heloco.engine.build import build_task
+    from heloco.study.plan import make_plan
+    from heloco.task.corpus import rich_progress
+
+    names = ("data", "tokenizer", "languages", "device")
+    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    with rich_progress() as progress:
+        return make_plan(
+            chosen,
+            scale=parsed.scale,
+            seeds=whole_number("seeds", parsed.seeds),
+            rows=split_names(parsed.rows, ";"),
+            methods=split_names(parsed.methods, ","),
+            settings=given,
+            build_task=lambda config: build_task(config, progress),
+        )
+
+
+def whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name} cannot be {text!r}: give a whole number.") from None
+
+
+def split_names(given: list[str] | None, separator: str) -> list[str]:
+    return [name.strip() for text in given or () for name in text.split(separator)]
+
+
+def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
+    """Makes the missing runs, to the end or to a signal; writes and prints what came out."""
+    import torch
+
+    from heloco.engine.build import pick_device
+    from heloco.engine.local import StopRequested
+    from heloco.report.figures import available
+    from heloco.study.output import PAGE, write_results
+    from heloco.study.plan import carry_out as run_all
+    from heloco.study.terminal import Watching, table_in_terminal, wide_console
+
+    device = pick_device(parsed.device)
+    missing = plan.missing(folder.store)
+    if missing and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
+        refuse_the_cpu(parsed, plan, folder)
+    if device.type == "cpu" and parsed.scale == "small":
+        torch.set_num_threads(1)  # the matrices are so small that threads would mostly wait for each other
+    console = wide_console()
+    there = len(plan.runs) - len(missing)
+    print(f"{plan.study.title}: {len(plan.runs)} runs, {there} of them there already, on {device.type}.", flush=True)
+    caught: list[int] = []
+
+    def stop(caught_now: int, _: FrameType | None) -> None:
+        caught.append(caught_now)
+
+    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Watching(len(plan.runs), there, console) as display:
+            run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
+    except StopRequested:
+        kept = len(plan.runs) - len(plan.missing(folder.store))
+        print(
+            f"Stopped: {kept} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. The same command goes on."
+        )
+        return 128 + caught[0]
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    for table in write_results(plan, folder):
+        console.print(table_in_terminal(table))
+    if not available():
+        print('Without matplotlib there are no figures: pip install "heloco[figures]", then give the same command again.')
+    print(f"The study's folder: {folder.path}. All on one page: {folder.path / PAGE}")
+    return 0
+
+
+def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> None:
+    from heloco.study.cost import hours_here
+
+    missing = plan.missing(folder.store)
+    hours = hours_here(missing, "cpu")
+    shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
+    raise UserError(
+        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about {shown} "
+        f"hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu goes ahead all the same."
+    )

@@ -1,0 +1,215 @@
+"""Many simulations on one device: every running one is asked for the rounds it needs next, and a stack runs them together.
+
+    while some run is unfinished:
+        pick as many needed rounds as the stack is wide      # of whatever runs
+        run them as one model                                # inner/stacked.py
+        hand each its result; its clock goes on as far as it can
+
+Who comes first: a round is urgent when the steps that must follow it one upon the other would take about as long as everything
+that is left takes at full width; urgent rounds go first, longest chain first. Else first come, first served, so that runs finish
+one after the other and an interrupted study keeps most of what it did. The stack stays full to the end that way, as long as it is
+no wider than all steps over the longest chain.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from heloco.engine.local import Collector, LocalRun, StopRequested
+from heloco.engine.schedule import chains, schedule
+from heloco.errors import RunStopped
+from heloco.inner.stacked import Job, StackedInner
+from heloco.methods import get_method
+from heloco.policy import inner_steps
+from heloco.run import RunConfig
+from heloco.synchronizer import Round
+from heloco.task import Task
+from heloco.task.language import LanguageTask
+
+URGENT = 0.9  # of the time that is left
+WIDEST = {"cuda": 128, "cpu": 8}
+SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
+SHARE_OF_RUNS = 0.4  # of the free memory; the stack takes what it needs of the rest
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run to be carried out. `config` is resolved."""
+
+    key: str
+    task: Task
+    config: RunConfig
+
+
+class Watcher(Protocol):
+    def progressed(self, steps_done: int, steps_total: int) -> None: ...
+    def finished(self, key: str, collected: Collector) -> None: ...
+    def diverged(self, key: str, reason: str, collected: Collector) -> None: ...
+
+
+def run_fleet(
+    planned: Sequence[Planned], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
+) -> None:
+    """Carries out all runs; `StopRequested` when `stopping()` turned true. Those that ended were handed to the watcher."""
+    if device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+        torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
+    Fleet(planned, watcher, device, stopping).run()
+
+
+@dataclass
+class _Member:
+    """A run and what its schedule, which needs no training, tells beforehand."""
+
+    order: int
+    planned: Planned
+    chains: dict[tuple[int, int], int]
+    steps_left: int
+    run: LocalRun | None = None
+    collected: Collector = field(default_factory=Collector)
+
+    def needed(self) -> list[Round]:
+        """Those of the rounds under way that arrive before the end (or, after refusals, the one that the clock waits for)."""
+        assert self.run is not None
+        simulation = self.run.simulation
+        scheduled = [handed for handed in simulation.needed() if (handed.worker, handed.index) in self.chains]
+        return scheduled or [simulation.next_needed()]
+
+    def chain(self, handed: Round) -> int:
+        return self.chains.get((handed.worker, handed.index), handed.inner_steps)
+
+
+class Fleet:
+    def __init__(self, planned: Sequence[Planned], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]) -> None:
+        self.watcher, self.device, self.stopping = watcher, device, stopping
+        self.waiting = [_member(order, each) for order, each in enumerate(planned)]
+        self.running: list[_Member] = []
+        self.steps_total = sum(member.steps_left for member in self.waiting)
+        self.steps_done = 0
+        self._memory = _free_memory(device)
+        longest = max((max(member.chains.values()) for member in self.waiting), default=1)
+        self._wanted_width = max(1, self.steps_total // longest)
+        self._inners: dict[Any, StackedInner] = {}
+        self._models: dict[int, nn.Module] = {}
+
+    def run(self) -> None:
+        while self.waiting or self.running:
+            self._admit()
+            wave = self._pick()
+            if not wave:  # the last of those that run ended as they were admitted
+                continue
+            if self.stopping():
+                raise StopRequested
+            inner = self._inner(wave[0][0].planned.task)
+            jobs = [Job(handed, member.planned.task, member.planned.config.inner) for member, handed in wave]
+            for (member, handed), contribution in zip(wave, inner.run(jobs), strict=True):
+                assert member.run is not None
+                member.run.simulation.give(contribution)
+                member.steps_left -= handed.inner_steps
+                self.steps_done += handed.inner_steps
+            for member in {id(member): member for member, _ in wave}.values():
+                self._advance(member)
+            self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
+
+    # ---- which rounds
+
+    def _pick(self) -> list[tuple[_Member, Round]]:
+        """The next wave: rounds that can share a stack, of the length of the one that goes first or shorter."""
+        every = [(member, handed) for member in self.running for handed in member.needed()]
+        if not every:
+            return []
+        left = sum(member.steps_left for member in (*self.running, *self.waiting)) / self._wanted_width
+
+        def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
+            member, handed = candidate
+            chain = member.chain(handed)
+            return (False, -chain, member.order) if chain >= URGENT * left else (True, 0, member.order)
+
+        every.sort(key=place)
+        first, leading = every[0]
+        inner = self._inner(first.planned.task)
+        kind = Job(leading, first.planned.task, first.planned.config.inner).kind
+        alike = [
+            (member, handed)
+            for member, handed in every
+            if handed.inner_steps <= leading.inner_steps
+            and self._inner(member.planned.task) is inner
+            and Job(handed, member.planned.task, member.planned.config.inner).kind == kind
+        ]
+        alike.sort(key=lambda each: each[1].inner_steps != leading.inner_steps)
+        return alike[: inner.width]
+
+    # ---- runs come and go
+
+    def _admit(self) -> None:
+        """As many runs as the memory that is set aside for them holds, in their order; one in any case."""
+        while self.waiting:
+            held = sum(map(self._run_bytes, self.running))
+            if self.running and held + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
+                return
+            member = self.waiting.pop(0)
+            task, config = member.planned.task, member.planned.config
+            model = copy.deepcopy(self._model(task))
+            member.run = LocalRun(task, config, observers=[member.collected], model=model, block_numbers=False)
+            self.running.append(member)
+            member.run.begin()
+            self._advance(member)
+
+    def _advance(self, member: _Member) -> None:
+        assert member.run is not None
+        try:
+            if not member.run.advance():
+                return
+            self.watcher.finished(member.planned.key, member.collected)
+        except RunStopped as stopped:
+            self.steps_done += member.steps_left
+            self.watcher.diverged(member.planned.key, str(stopped), member.collected)
+        member.run = None
+        self.running.remove(member)
+
+    def _run_bytes(self, member: _Member) -> int:
+        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result."""
+        return (3 + 2 * len(member.planned.config.workers.paces)) * _bytes(self._model(member.planned.task))
+
+    def _model(self, task: Task) -> nn.Module:
+        """The task's initial model on the device: made once, then copied."""
+        if id(task) not in self._models:
+            self._models[id(task)] = task.build_model().to(self.device)
+        return self._models[id(task)]
+
+    def _inner(self, task: Task) -> StackedInner:
+        """Tasks that train one architecture with one loss share a stack."""
+        key = (task.model_config, task.context) if isinstance(task, LanguageTask) else id(task)
+        if key not in self._inners:
+            slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
+            width = max(1, min(self._wanted_width, int(slices), WIDEST.get(self.device.type, 8)))
+            self._inners[key] = StackedInner(task, device=self.device, width=width)
+        return self._inners[key]
+
+
+def _member(order: int, planned: Planned) -> _Member:
+    config = planned.config
+    workers = config.workers
+    events = schedule(
+        paces_s=workers.paces,
+        inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
+        arrivals=config.run.arrivals,
+        barrier=get_method(config.outer.method).barrier,
+        grace_s=workers.grace_s,
+    )
+    listed = list(events)
+    return _Member(order, planned, chains(listed), sum(arrival.inner_steps for _, arrival in listed))
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def _free_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,231 @@
+"""The tensors of S rounds and the step that moves them all; every tensor keeps its place, as a CUDA graph wants."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from heloco.inner.adamw import adamw_factors, adamw_move, clipped
+from heloco.inner.options import InnerOptions
+from heloco.inner.stacked_loss import StackedLoss
+from heloco.inner.table import Table
+from heloco.synchronizer import Contribution
+from heloco.task import to_device
+
+if TYPE_CHECKING:
+    from heloco.inner.stacked import Job
+
+
+class Stack:
+    def __init__(
+        self, model: nn.Module, loss: StackedLoss, options: InnerOptions, size: int, steps: int, device: torch.device
+    ) -> None:
+        self.loss, self.options, self.size, self.steps, self.device = loss, options, size, steps, device
+        fresh = not options.keep_state  # else rows that are not read move too: the optimizer remembers them
+        self.table = Table(loss.table, size, device) if fresh and loss.table is not None else None
+        shapes = [(size, *p.shape) for p in model.parameters()]
+        if self.table:
+            shapes[self.table.index] = (size, 0, *shapes[self.table.index][2:])  # grows with what rounds read
+
+        def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=like.dtype, device=device)
+
+        self.parameters = [zeros(s, p).requires_grad_() for s, p in zip(shapes, model.parameters(), strict=True)]
+        self._slices = [[p.detach()[s] for p in self._whole(self.parameters)] for s in range(size)]
+        self.exp_avg = [zeros(s, p) for s, p in zip(shapes, model.parameters(), strict=True)]
+        self.exp_avg_sq = [zeros(s, p) for s, p in zip(shapes, model.parameters(), strict=True)]
+        self.buffers = [zeros((size, *b.shape), b) for b in model.buffers()]
+        self.taken = torch.zeros(size, dtype=torch.float64, device=device)
+        self.lr = torch.zeros(steps, size, dtype=torch.float64, device=device)
+        self.active = torch.zeros_like(self.lr)
+        self.losses = torch.zeros_like(self.lr)
+        self.at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.data: Any = None
+        self.rows: Tensor | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._move = torch.compile(adamw_move, dynamic=True) if device.type == "cuda" else adamw_move
+
+    # ---- load
+
+    @torch.no_grad()
+    def load(self, jobs: Sequence["Job"], data: Sequence[Any]) -> None:
+        """The starts, data, learning rates and optimizers' state of at most S rounds; slices beyond them stand still."""
+        rates, active = np.zeros(self.lr.shape), np.zeros(self.lr.shape)
+        for s, job in enumerate(jobs):
+            own = job.round.inner_steps
+            rates[:own, s], active[:own, s] = job.learning_rates(), 1
+        self.lr.copy_(torch.from_numpy(rates))
+        self.active.copy_(torch.from_numpy(active))
+        self.at.zero_()
+        self._load_data(jobs, data)
+        self._load_state(jobs)
+        if self.buffers:
+            for s, job in enumerate(jobs):
+                torch._foreach_copy_([b[s] for b in self.buffers], job.round.buffers)
+
+    def _load_data(self, jobs: Sequence["Job"], data: Sequence[Any]) -> None:
+        shape = (self.options.accumulate, self.options.batch_size)
+        own = [_by_step(batch, job.round.inner_steps, self.steps, shape) for batch, job in zip(data, jobs, strict=True)]
+        fresh = stack_batches([*own, *own[-1:] * (self.size - len(own))])
+        self.data = to_device(fresh, self.device) if self.data is None else _overwrite(self.data, fresh)
+        if self.table:
+            rows = self.table.load(self.data)
+            self.rows = rows if self.rows is None else self.rows.copy_(rows)
+            self._resize_table()
+
+    def _resize_table(self) -> None:
+        assert self.table
+        index, rows = self.table.index, self.table.capacity
+        if rows > self.parameters[index].shape[1]:
+            for group in (self.parameters, self.exp_avg, self.exp_avg_sq):
+                old = group[index]
+                group[index] = old.new_zeros(self.size, rows, *old.shape[2:]).requires_grad_(old.requires_grad)
+            self._graph = None  # it knew the old one
+
+    def _load_state(self, jobs: Sequence["Job"]) -> None:
+        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.taken])
+        for s, job in enumerate(jobs):
+            start = job.round.parameters
+            torch._foreach_copy_(self._slices[s], self._whole(start))
+            if self.table:
+                self.table.read(s, start[self.table.index], self.parameters[self.table.index][s])
+            if memory := job.round.memory:
+                self.taken[s] = memory["0.step"]
+                for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+                    torch._foreach_copy_([m[s] for m in moment], [memory[f"{i}.{name}"] for i in range(len(moment))])
+
+    def _whole(self, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """The blocks that ride whole: all but the table."""
+        return [block for i, block in enumerate(blocks) if not self.table or i != self.table.index]
+
+    # ---- run
+
+    @property
+    def recorded(self) -> bool:
+        """Whether the step is ready to be run many times; `record` first where it is not, and load again after it."""
+        return self.device.type != "cuda" or self._graph is not None
+
+    def record(self) -> None:
+        """One step as a CUDA graph. Warming up and recording move the tensors, so they must be loaded again."""
+        aside = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):
+            for _ in range(2):
+                self.at.zero_()
+                self._step()
+        torch.cuda.current_stream(self.device).wait_stream(aside)
+        torch.cuda.empty_cache()  # the graph keeps memory of its own, and takes what warming up had
+        self.at.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._graph = graph
+
+    def run(self, steps: int) -> None:
+        step = self._graph.replay if self._graph is not None else self._step
+        for _ in range(steps):
+            step()
+
+    def _step(self) -> None:
+        options = self.options
+        total = torch.zeros_like(self.losses[0])
+        gradients: list[Tensor] = []
+        for a in range(options.accumulate):
+            batch, rows = (map_tensors(x, lambda t, a=a: t.index_select(0, self.at)[0, :, a]) for x in (self.data, self.rows))
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+                losses = self.loss(self.parameters, self.buffers, batch, rows) / options.accumulate
+            new = torch.autograd.grad(losses.sum(), self.parameters)
+            gradients = [g + n for g, n in zip(gradients, new, strict=True)] if gradients else list(new)
+            total = total + losses.detach()
+        with torch.no_grad():
+            self.losses.index_copy_(0, self.at, total.to(self.losses.dtype)[None])
+            lr, active = self.lr.index_select(0, self.at)[0], self.active.index_select(0, self.at)[0]
+            self.taken += active
+            if options.clip:
+                gradients = clipped(gradients, options.clip)
+            factors = torch.stack([*adamw_factors(self.taken, lr, active, options), active])
+            for kind in {p.dtype for p in self.parameters}:  # one conversion for all blocks of a kind
+                own = factors.to(kind)[..., None]
+                for p, m, v, g in zip(self.parameters, self.exp_avg, self.exp_avg_sq, gradients, strict=True):
+                    if p.dtype is kind:
+                        self._move(flat_rows(p), flat_rows(m), flat_rows(v), flat_rows(g), own, options)
+            self.at += 1
+
+    # ---- results
+
+    @torch.no_grad()
+    def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
+        traces = self.losses.T.tolist()
+        return [self._contribution(s, job, traces[s][: job.round.inner_steps], data[s]) for s, job in enumerate(jobs)]
+
+    def _contribution(self, s: int, job: "Job", trace: list[float], data: Any) -> Contribution:
+        handed = job.round
+        return Contribution(
+            handed.worker,
+            handed.index,
+            handed.version,
+            pseudo_gradient=self._pseudo_gradient(s, job),
+            buffers=[b[s].clone() for b in self.buffers],
+            loss=sum(trace) / len(trace),
+            last_loss=trace[-1],
+            samples=sum(count for _, count in handed.spans),
+            units=job.task.units(data),
+            memory=self._memory(s) if job.options.keep_state else None,
+        )
+
+    def _pseudo_gradient(self, s: int, job: "Job") -> list[Tensor]:
+        start = job.round.parameters
+        found = list(torch._foreach_sub(self._whole(start), self._slices[s]))
+        if self.table:
+            decay = float(np.prod([1 - lr * self.options.weight_decay for lr in job.learning_rates()]))
+            at = self.table.index
+            found.insert(at, self.table.pseudo_gradient(s, start[at], self.parameters[at][s], decay))
+        return found
+
+    def _memory(self, s: int) -> dict[str, Tensor]:
+        memory = {"0.step": self.taken[s].clone()}
+        for i, (m, v) in enumerate(zip(self.exp_avg, self.exp_avg_sq, strict=True)):
+            memory |= {f"{i}.exp_avg": m[s].clone(), f"{i}.exp_avg_sq": v[s].clone(), f"{i}.step": memory["0.step"]}
+        return memory
+
+
+def flat_rows(block: Tensor) -> Tensor:
+    return block.detach().reshape(len(block), -1)
+
+
+def map_tensors(batch: Any, function: Any) -> Any:
+    if batch is None or isinstance(batch, Tensor):
+        return None if batch is None else function(batch)
+    if isinstance(batch, dict):
+        return {key: map_tensors(value, function) for key, value in batch.items()}
+    return type(batch)(map_tensors(value, function) for value in batch)
+
+
+def _by_step(batch: Any, own: int, steps: int, shape: tuple[int, int]) -> Any:
+    """Samples as [steps, accumulate, batch_size, …]; a shorter round's last step stands in for those it does not have."""
+
+    def by_step(t: Tensor) -> Tensor:
+        t = t.view(own, *shape, *t.shape[1:])
+        return t if own == steps else torch.cat([t, t[-1:].expand(steps - own, *t.shape[1:])])
+
+    return map_tensors(batch, by_step)
+
+
+def stack_batches(batches: Sequence[Any]) -> Any:
+    """[steps, S, accumulate, batch_size, …]"""
+    first = batches[0]
+    if isinstance(first, Tensor):
+        return torch.stack(list(batches), dim=1)
+    if isinstance(first, dict):
+        return {key: stack_batches([b[key] for b in batches]) for key in first}
+    return type(first)(stack_batches(parts) for parts in zip(*batches, strict=True))
+
+
+def _overwrite(old: Any, new: Any) -> Any:
+    if isinstance(old, Tensor):
+        return old.copy_(new, non_blocking=True)
+    if isinstance(old, dict):
+        return {key: _overwrite(value, new[key]) for key, value in old.items()}
+    return type(old)(_overwrite(a, b) for a, b in zip(old, new, strict=True))

@@ -1,0 +1,44 @@
+"""A table of which a round reads a few rows (the token embedding): only those ride in the stack.
+
+A row that is not read has no gradient, and AdamW that starts afresh does nothing to it but decay it: p ← p Π(1 − lr·wd). So the
+round's rows are gathered at its start, moved with everything else, and put back at its end, when the others decay at once.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heloco.inner.stacked_loss import Reads
+
+STRIDE = 1024  # rows come in multiples of this, so that a stack of other rounds finds its place
+
+
+class Table:
+    def __init__(self, reads: Reads, size: int, device: torch.device) -> None:
+        self.index, self.height = reads.index, reads.height
+        self._reads = reads.rows
+        self.capacity = 0
+        self._seen = torch.zeros(size, self.height, dtype=torch.bool, device=device)
+        self._rows: list[Tensor] = []
+
+    def load(self, data: Any) -> Tensor:
+        """Where the rows that the data, [steps, S, …], read lie among those that ride, in the same form."""
+        read = self._reads(data)
+        by_slice = read.transpose(0, 1).flatten(1)
+        self._seen.zero_().scatter_(1, by_slice, True)
+        counts = self._seen.sum(1).tolist()
+        self._rows = list(torch.split(self._seen.nonzero()[:, 1], counts))
+        wanted = min(self.height, -(-max(counts) // STRIDE) * STRIDE)
+        self.capacity = max(self.capacity, wanted)
+        places = self._seen.cumsum(1) - 1
+        shape = read.transpose(0, 1).shape
+        return places.gather(1, by_slice).view(shape).transpose(0, 1)
+
+    def read(self, s: int, start: Tensor, into: Tensor) -> None:
+        torch.index_select(start, 0, self._rows[s], out=into[: len(self._rows[s])])
+
+    def pseudo_gradient(self, s: int, start: Tensor, end: Tensor, decay: float) -> Tensor:
+        """start − end of the whole table."""
+        rows = self._rows[s]
+        return (start * (1 - decay)).index_copy_(0, rows, start.index_select(0, rows) - end[: len(rows)])

@@ -1,0 +1,36 @@
+"""What a study will cost on a device without a measurement of the whole: a few real steps, multiplied."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from heloco.engine.build import build_parts
+from heloco.engine.fleet import Planned
+from heloco.study.grid import total_steps
+
+MEASURED_STEPS = 3
+
+
+def hours_here(runs: Sequence[Planned], device: str) -> float:
+    """Hours for these runs one inner step after the other, from a few steps of the first of each model."""
+    seconds, of_model = 0.0, dict[str, float]()
+    for run in runs:
+        model = repr((run.config.model, run.config.inner.windows_per_step))
+        if model not in of_model:
+            of_model[model] = seconds_per_step(run, device)
+        seconds += of_model[model] * total_steps(run.config)
+    return seconds / 3600
+
+
+def seconds_per_step(run: Planned, device: str) -> float:
+    config = replace(
+        run.config,
+        workers=replace(run.config.workers, inner_steps=MEASURED_STEPS, steps="constant"),
+        run=replace(run.config.run, device=device),
+    )
+    parts = build_parts(run.task, config)
+    round_ = parts.synchronizer.dispatch(0)
+    parts.inner.run([round_])  # the first steps set things up
+    began = time.perf_counter()
+    parts.inner.run([round_])
+    return (time.perf_counter() - began) / MEASURED_STEPS

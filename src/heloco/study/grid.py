@@ -1,0 +1,158 @@
+"""The grid of a study: rows × methods × seeds, each place with the run that fills it. Equal runs are one run."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from typing import Any
+
+from heloco.engine.schedule import schedule
+from heloco.errors import UserError, nearest
+from heloco.methods import get_method
+from heloco.policy import inner_steps
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.config import RECIPES
+from heloco.study.spec import Part, Study
+
+FORMAT = 1
+"""Of a kept run. Part of its digest: raise it when the same config would give another run, or a run another record."""
+APART = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
+"""Settings that make no other run: where and how often it is saved, and what the data's own digest says better."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row and a method under one seed, and the run that fills it."""
+
+    row: str
+    method: str
+    seed: int
+    config: RunConfig
+    """As it is run."""
+    paces: tuple[float, ...]
+    """As the row has them."""
+    sources: int
+    """How many sources the row is made for: one per pace that it names."""
+    stretch: float = 1.0
+    """What the run's virtual time is multiplied with: see `once_for_all_paces`."""
+
+    @property
+    def name(self) -> tuple[str, str, int]:
+        return self.row, self.method, self.seed
+
+
+def grid(
+    study: Study,
+    *,
+    scale: str,
+    seeds: int,
+    rows: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> list[Place]:
+    """Every place, seed by seed. `settings` come over everything else: which data, for one."""
+    if seeds < 1:
+        raise UserError(f"seeds is {seeds}: a study needs at least one.")
+    pairs = [
+        (row, method)
+        for row in picked(study.rows, rows, "row", study)
+        for method in picked(study.methods, methods, "method", study)
+        if (not row.only or method.name in row.only) and (not method.only or row.name in method.only)
+    ]
+    if not pairs:
+        raise UserError(f"{study.name} pairs none of these rows with any of these methods: leave out --rows or --methods.")
+    places = [_place(study, scale, row, method, settings or {}) for row, method in pairs]
+    return [
+        replace(place, seed=seed, config=replace(place.config, run=replace(place.config.run, seed=seed)))
+        for seed in range(seeds)
+        for place in places
+    ]
+
+
+def picked(parts: Mapping[str, Part], asked: Sequence[str], what: str, study: Study) -> list[Part]:
+    """The parts of these names, in the study's order; all where none was asked for."""
+    for name in asked:
+        if name not in parts:
+            raise UserError(f"{study.name} has no {what} {name!r}; {nearest(name, list(parts))}")
+    return [part for name, part in parts.items() if not asked or name in asked]
+
+
+def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, Any]) -> Place:
+    values = {**_settings(study, scale), **row.at(scale), **method.at(scale), **settings}
+    config = _resolved(values)
+    run, stretch = once_for_all_paces(config)
+    sources = len(values.get("paces", config.workers.paces))
+    return Place(row.name, method.name, 0, _without_idle_settings(run), tuple(config.workers.paces), sources, stretch)
+
+
+def _settings(study: Study, scale: str) -> dict[str, Any]:
+    return {**RECIPES["paper"], **study.settings, **(study.small if scale == "small" else {})}
+
+
+def _resolved(values: Mapping[str, Any]) -> RunConfig:
+    workers, pattern = values.get("workers", 0), values.get("paces", RunConfig().workers.paces)
+    repeated = {"paces": [pattern[i % len(pattern)] for i in range(workers)]} if workers else {}
+    return resolve(with_fields(RunConfig(), {**values, **repeated}))
+
+
+def once_for_all_paces(config: RunConfig) -> tuple[RunConfig, float]:
+    """The run that stands for this one whatever its paces, and how its time is to be stretched.
+
+    Behind a barrier everybody starts from the same parameters and nobody's contribution counts before the slowest is there: the
+    paces only say how long a round takes. So one run with all paces 1, evaluated after every round, serves all rows:
+    T(n rounds) = n · H · slowest pace. (Under DyLU the paces decide the steps, and then they matter; a grace period
+    adds to the time what is no multiple of it.)
+    """
+    workers = config.workers
+    if not get_method(config.outer.method).barrier or workers.steps != "constant" or workers.grace_s:
+        return config, 1.0
+    equal = replace(workers, paces=[1.0] * len(workers.paces))
+    return replace(config, workers=equal, run=replace(config.run, eval_every=len(workers.paces))), max(workers.paces)
+
+
+def _without_idle_settings(config: RunConfig) -> RunConfig:
+    """What has no effect is put to its default, so that equal runs are known as equal."""
+    default = RunConfig()
+    if config.outer.drop == "never":
+        config = replace(config, outer=replace(config.outer, drop_above=default.outer.drop_above))
+    if config.data.split != "dirichlet":
+        config = replace(config, data=replace(config.data, alpha=default.data.alpha))
+    return config
+
+
+# ---- what identifies a run, and what it costs
+
+
+def deciding_settings(config: RunConfig) -> dict[str, Any]:
+    """The settings that decide what a run does, by name."""
+    sections = asdict(config).values()
+    return {name: value for section in sections for name, value in section.items() if name not in APART and value is not None}
+
+
+def digest(config: RunConfig, task_digest: str) -> str:
+    """Names a run: the same for whoever makes it, wherever the data lies."""
+    content = {"format": FORMAT, "task": task_digest, "settings": deciding_settings(config)}
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def total_steps(config: RunConfig) -> int:
+    """The inner steps of a run that nothing disturbs."""
+    if config.workers.steps == "constant":
+        return config.run.arrivals * config.workers.inner_steps
+    return sum(inner for _, inner in _arrivals(config))
+
+
+def row_time(study: Study, scale: str, row: str) -> float:
+    """T of a row: the virtual time of the last arrival of an asynchronous run with the row's own settings."""
+    config = _resolved({**_settings(study, scale), **study.rows[row].at(scale), "method": "heloco"})
+    return max(time for time, _ in _arrivals(config))
+
+
+def _arrivals(config: RunConfig) -> list[tuple[float, int]]:
+    workers = config.workers
+    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
+    barrier = get_method(config.outer.method).barrier
+    events = schedule(
+        paces_s=workers.paces, inner_steps=steps, arrivals=config.run.arrivals, barrier=barrier, grace_s=workers.grace_s
+    )
+    return [(time, arrival.inner_steps) for time, arrival in events]

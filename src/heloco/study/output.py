@@ -1,0 +1,178 @@
+"""What a study leaves behind in its folder.
+
+study.json        which study this is, of which data, at which scale; what else lies here
+NAME.json         one record per row, method and seed, and the numbers of the tables
+tables.md, *.csv  the tables
+*.svg, *.png      the figures, where matplotlib is there
+index.html        all of it on one page
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heloco.errors import UserError
+from heloco.report.figures import available, draw
+from heloco.report.page import Cell, TableData, Text, write_page
+from heloco.run.disk import disk_errors, write_atomically
+from heloco.study.budget import budget_summary, losses_at_row_times
+from heloco.study.curves import figures_of
+from heloco.study.plan import Plan
+from heloco.study.records import RunStore
+from heloco.study.results import Results
+from heloco.study.tables import tables_of
+
+MANIFEST, PAGE = "study.json", "index.html"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The results of one study under `out`; its runs lie beside it, in `out/runs`."""
+
+    out: Path
+    study: str
+
+    @property
+    def path(self) -> Path:
+        return self.out / self.study
+
+    @property
+    def store(self) -> RunStore:
+        return RunStore(self.out / "runs")
+
+    def check_ours(self) -> None:
+        """Refuses places that belong to something else, before anything is read or made."""
+        for place in (self.out, self.path):
+            if place.exists() and not place.is_dir():
+                raise UserError(f"{place} is no folder: choose another --out.")
+        self.store.check()
+        if self.path.exists() and any(self.path.iterdir()):
+            self.manifest()
+        elif self.out.exists() and any(self.out.iterdir()) and not self.store.folder.exists() and not any(self._others()):
+            raise UserError(f"{self.out} belongs to something else (there is no study in it): choose another --out.")
+
+    def _others(self) -> list[Path]:
+        return sorted(self.out.glob(f"*/{MANIFEST}"))
+
+    def manifest(self) -> dict[str, Any]:
+        path = self.path / MANIFEST
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if found["study"] != self.study or not {"scale", "data", "files"} <= found.keys():
+                raise ValueError(f"it is of {found['study']!r}")
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} belongs to something else (it has no {MANIFEST}): choose another --out, or empty it."
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{path} is no {MANIFEST} of this study ({error}): delete it, or choose another --out.") from error
+        return found
+
+    def check_same(self, plan: Plan) -> None:
+        """Refuses to put results of another scale or other data in the place of those that are there."""
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return
+        found = self.manifest()
+        if found["scale"] != plan.scale:
+            raise UserError(f"{self.path} holds this study at --scale {found['scale']}, not {plan.scale}: choose another --out.")
+        if found["data"] != plan.data:
+            raise UserError(f"{self.path} holds this study of other data or another tokenizer: choose another --out.")
+
+
+def write_results(plan: Plan, folder: Folder) -> list[TableData]:
+    """Writes everything and returns the tables. What an earlier call left here and this one does not write is removed."""
+    results = plan.results(folder.store)
+    tables, figures = tables_of(results), figures_of(results)
+    study, path = results.study, folder.path
+    with disk_errors(path, "give the same command again: finished runs are kept."):
+        path.mkdir(parents=True, exist_ok=True)
+        before = folder.manifest()["files"] if (path / MANIFEST).exists() else []
+        csvs = {f"{_slug(table.title)}.csv": as_csv(table) for table in tables}
+        drawn = [f"{figure.name}{end}" for figure in figures for end in (".svg", ".png")] if available() else []
+        files = [f"{study.name}.json", "tables.md", *csvs, *drawn, PAGE]
+        write_atomically(path / MANIFEST, _json(_manifest(results, plan, files)))  # first: now the folder is known as ours
+        for name in set(before) - set(files):
+            (path / Path(name).name).unlink(missing_ok=True)
+        write_atomically(path / f"{study.name}.json", _json(_numbers(results)))
+        write_atomically(path / "tables.md", "\n\n".join(map(as_markdown, tables)).encode() + b"\n")
+        for name, content in csvs.items():
+            write_atomically(path / name, content.encode())
+        for figure in figures if drawn else ():
+            draw(figure, path)
+        write_page(path / PAGE, study.title, [_told(results, plan), *tables, *figures], path)
+    return tables
+
+
+def _manifest(results: Results, plan: Plan, files: Sequence[str]) -> dict[str, Any]:
+    return {
+        "study": results.study.name,
+        "scale": results.scale,
+        "data": plan.data,
+        "sources": results.sources,
+        "seeds": results.seeds,
+        "rows": results.rows,
+        "methods": results.methods,
+        "runs": results.digests,
+        "files": list(files),
+    }
+
+
+def _numbers(results: Results) -> dict[str, Any]:
+    """The records; with a table of budgets also the loss at the row's T, and all that the table says."""
+    records, budgets = results.records(), [spec for spec in results.study.tables if spec.kind == "budget"]
+    if not budgets:
+        return {"records": records, "summary": results.summary()}
+    at_times = losses_at_row_times(results)
+    records = [record | at_times[record["row"], record["method"], record["seed"]] for record in records]
+    return {"records": records, "summary": budget_summary(results, budgets[0])}
+
+
+def _told(results: Results, plan: Plan) -> Text:
+    config = plan.places[0].config
+    model, data, workers = config.model, config.data, config.workers
+    setting = (
+        f"Scale {results.scale}: {len(results.rows)} rows, {len(results.methods)} methods, seeds {len(results.seeds)}, "
+        f"{len(results.digests)} runs. Model of width {model.width}, {model.layers} layers, context {model.context}, vocabulary "
+        f"{model.vocab_size:,}; sources {', '.join(results.sources)}; tokenizer {Path(data.tokenizer).name}. "
+        f"{config.run.arrivals} arrivals of {workers.inner_steps} inner steps unless a row says otherwise."
+    )
+    return Text("", [*(part.strip() for part in results.study.about.split("\n\n") if part.strip()), setting])
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def _slug(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+# ---- tables as text
+
+
+def as_markdown(table: TableData) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    def shown(cell: Cell) -> str:
+        text = f"**{cell.text}**" if cell.tone == "best" else cell.text
+        return f"{text} ({cell.note})" if cell.note else text
+
+    lines = [line(table.header), line(["---"] * len(table.header)), *(line([shown(c) for c in row]) for row in table.rows)]
+    return "\n".join([f"## {table.title}", "", *lines, *(["", table.caption] if table.caption else [])])
+
+
+def as_csv(table: TableData) -> str:
+    """A column with notes has them in a column of their own behind it."""
+    noted = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
+    written = io.StringIO()
+    out = csv.writer(written, lineterminator="\n")
+    out.writerow([x for name, n in zip(table.header, noted, strict=True) for x in ((name, f"{name}, note") if n else (name,))])
+    for row in table.rows:
+        out.writerow([x for cell, n in zip(row, noted, strict=True) for x in ((cell.text, cell.note) if n else (cell.text,))])
+    return written.getvalue()

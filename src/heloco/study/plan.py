@@ -1,0 +1,158 @@
+"""From what was asked for to the runs that are missing, and through them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from heloco.engine.build import build_task as build_task_of
+from heloco.engine.fleet import Planned, run_fleet
+from heloco.engine.local import Collector
+from heloco.errors import UserError
+from heloco.run import RunConfig
+from heloco.study.grid import Place, digest, grid
+from heloco.study.records import RunRecord, RunStore, make_record
+from heloco.study.results import Results
+from heloco.study.spec import Study
+from heloco.task import Task
+
+BuildTask = Callable[[RunConfig], tuple[Task, RunConfig]]
+"""As `engine.build.build_task`: the task, and the config with what only the data could tell."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    study: Study
+    scale: str
+    places: list[Place]
+    digests: list[str]
+    """Of each place's run. Places with one digest share the run."""
+    runs: dict[str, Planned]
+    """By digest, the first seed's first."""
+
+    @property
+    def data(self) -> str:
+        """The digest of the data (of the first seed's, where it differs)."""
+        return next(iter(self.runs.values())).task.digest
+
+    def places_of(self, name: str) -> list[Place]:
+        return [place for place, own in zip(self.places, self.digests, strict=True) if own == name]
+
+    def missing(self, store: RunStore) -> list[Planned]:
+        return [run for name, run in self.runs.items() if store.read(name) is None]
+
+    def results(self, store: RunStore) -> Results:
+        """The filled grid; every run must be there."""
+        records = {name: store.read(name) for name in self.runs}
+        filled = [(place, records[name]) for place, name in zip(self.places, self.digests, strict=True)]
+        return Results(self.study, self.scale, [(place, record) for place, record in filled if record is not None])
+
+
+def make_plan(
+    study: Study,
+    *,
+    scale: str = "paper",
+    seeds: int = 3,
+    rows: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+    build_task: BuildTask = build_task_of,
+) -> Plan:
+    """The study's grid, or the part of it with these rows and methods, over `settings` such as data and tokenizer."""
+    tasks = _Tasks(build_task)
+    places, digests, runs = [], [], dict[str, Planned]()
+    for place in grid(study, scale=scale, seeds=seeds, rows=rows, methods=methods, settings=settings):
+        task, config = tasks.of(place.config)
+        _check_sources(study, place, task)
+        name = digest(config, task.digest)
+        places.append(replace(place, config=config))
+        digests.append(name)
+        runs.setdefault(name, Planned(name, task, config))
+    return Plan(study, scale, places, digests, runs)
+
+
+class _Tasks:
+    """Builds each task once: runs with the same data, model and seed share it."""
+
+    def __init__(self, build: BuildTask) -> None:
+        self.build = build
+        self.made: dict[str, tuple[Task, RunConfig]] = {}
+
+    def of(self, config: RunConfig) -> tuple[Task, RunConfig]:
+        """The task, and the config with what the data told."""
+        shards = None if config.data.split == "source" else len(config.workers.paces)  # how many shards are dealt
+        key = repr((config.data, config.model, config.run.seed, shards))
+        if key not in self.made:
+            self.made[key] = self.build(config)
+        task, told = self.made[key]
+        return task, replace(config, data=told.data, model=told.model)
+
+
+def _check_sources(study: Study, place: Place, task: Task) -> None:
+    """Where a source is a shard, the row needs one per pace it names: fewer leave a worker none, more leave some unread."""
+    names = [shard.name for shard in task.shards]
+    if place.config.data.split != "source" or place.sources == len(names):
+        return
+    remedy = f"pick {place.sources} with --languages" if place.sources < len(names) else "add what is missing to --data"
+    raise UserError(
+        f"{study.name} needs {place.sources} sources (languages), a worker's each, but the data has {len(names)} "
+        f"({', '.join(names)}): {remedy}."
+    )
+
+
+class Display(Protocol):
+    """Whoever looks on."""
+
+    def progressed(self, steps_done: int, steps_total: int) -> None: ...
+    def kept(self, places: Sequence[Place], record: RunRecord) -> None: ...
+
+
+@dataclass
+class Silent:
+    """Looks at nothing."""
+
+    def progressed(self, steps_done: int, steps_total: int) -> None:
+        pass
+
+    def kept(self, places: Sequence[Place], record: RunRecord) -> None:
+        pass
+
+
+@dataclass
+class _Keeper:
+    """The fleet's watcher: keeps each run the moment it ends, and passes on how far the whole study is."""
+
+    plan: Plan
+    store: RunStore
+    display: Display
+
+    def progressed(self, steps_done: int, steps_total: int) -> None:
+        self.display.progressed(steps_done, steps_total)
+
+    def finished(self, key: str, collected: Collector) -> None:
+        self._keep(key, collected, "")
+
+    def diverged(self, key: str, reason: str, collected: Collector) -> None:
+        self._keep(key, collected, reason or "for no stated reason")
+
+    def _keep(self, key: str, collected: Collector, reason: str) -> None:
+        run = self.plan.runs[key]
+        record = make_record(run.config, run.task.digest, collected, reason)
+        assert record.digest == key
+        self.store.write(record)
+        self.display.kept(self.plan.places_of(key), record)
+
+
+def carry_out(
+    plan: Plan,
+    store: RunStore,
+    *,
+    device: torch.device,
+    display: Display | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> None:
+    """Makes the missing runs. They are given seed by seed: whoever stops early has whole tables of fewer seeds."""
+    missing = plan.missing(store)
+    if missing:
+        run_fleet(missing, _Keeper(plan, store, display or Silent()), device=device, stopping=stopping)

@@ -1,0 +1,143 @@
+"""A finished run as it is kept: one small JSON file, named by its digest, whole or not there at all."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from heloco.engine.local import Collector
+from heloco.errors import UserError
+from heloco.report.summary import summarize
+from heloco.run import RunConfig
+from heloco.run.disk import disk_errors, write_atomically
+from heloco.study.grid import FORMAT, deciding_settings, digest
+
+Numbers = list[float | None]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's evaluations, column by column: half the size of one record each."""
+
+    arrival: list[int]
+    time_s: list[float]
+    inner_steps: list[int]
+    loss: Numbers
+    """The mean over the sources."""
+    sources: dict[str, dict[str, Numbers]]
+    """Source -> measure -> values."""
+
+    def __post_init__(self) -> None:
+        columns: list[Sequence[Any]] = [self.arrival, self.time_s, self.inner_steps, self.loss]
+        columns += [values for measures in self.sources.values() for values in measures.values()]
+        if not self.arrival or {len(column) for column in columns} != {len(self.arrival)}:
+            raise ValueError("its evaluations are not of one length")
+        if any(isinstance(v, bool) or not isinstance(v, int | float | None) for column in columns for v in column):
+            raise TypeError("its evaluations hold something else than numbers")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    digest: str
+    task: str
+    """The data's digest."""
+    settings: dict[str, Any]
+    verdict: str
+    """finished, or diverged."""
+    reason: str
+    time_s: float
+    """Virtual time of the last arrival."""
+    arrivals: list[int]
+    """Per worker."""
+    mean_staleness: list[float]
+    refused: int
+    cases: dict[str, int]
+    """What the correction did, over all blocks and arrivals."""
+    evals: Curve
+
+    @property
+    def finished(self) -> bool:
+        return self.verdict == "finished"
+
+
+def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
+    summary = summarize({"paces": config.workers.paces}, collected.tape, [])
+    evals = collected.evals
+    measures = evals[-1]["scores"]
+    curve = Curve(
+        [line["arrival"] for line in evals],
+        [line["time_s"] for line in evals],
+        [line["inner_steps"] for line in evals],
+        [_short(line["mean"].get("loss")) for line in evals],
+        {name: {m: [_short(line["scores"][name][m]) for line in evals] for m in measures[name]} for name in measures},
+    )
+    return RunRecord(
+        digest=digest(config, task_digest),
+        task=task_digest,
+        settings=deciding_settings(config),
+        verdict="diverged" if diverged else "finished",
+        reason=diverged,
+        time_s=summary.time_s,
+        arrivals=[worker.arrivals for worker in summary.workers],
+        mean_staleness=[round(worker.mean_staleness, 3) for worker in summary.workers],
+        refused=sum(worker.refused for worker in summary.workers),
+        cases=summary.cases,
+        evals=curve,
+    )
+
+
+def _short(value: float | None) -> float | None:
+    """Five digits: a loss differs from seed to seed in the third."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+class RunStore:
+    """The folder of kept runs. Studies share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    def check(self) -> None:
+        """Refuses a folder that holds something else."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"{self.folder} is no folder: choose another --out.")
+        for path in sorted(self.folder.iterdir()) if self.folder.exists() else ():
+            if not re.fullmatch(r"[0-9a-f]{24}\.json|\..*", path.name):
+                raise UserError(f"{self.folder} belongs to something else (it holds {path.name}): choose another --out.")
+
+    def read(self, name: str) -> RunRecord | None:
+        """The run of this digest, if it is kept; a file that is no such run is refused by its name."""
+        path = self.path(name)
+        if not path.exists():
+            return None
+        try:
+            record = _from_json(json.loads(path.read_text(encoding="utf-8")))
+            if record.digest != name:
+                raise ValueError(f"it is run {record.digest}")
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(
+                f"{path} is not the finished run that its name says ({error}): delete it, and the run is made again."
+            ) from error
+        return record
+
+    def write(self, record: RunRecord) -> None:
+        with disk_errors(self.folder, "give the same command again: finished runs are kept."):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            content = {"format": FORMAT, **asdict(record)}
+            write_atomically(self.path(record.digest), json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
+
+
+def _from_json(content: Mapping[str, Any]) -> RunRecord:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"it has no format {FORMAT}")
+    rest = {key: value for key, value in content.items() if key not in ("format", "evals")}
+    record = RunRecord(**rest, evals=Curve(**content["evals"]))
+    if record.verdict not in ("finished", "diverged"):
+        raise ValueError(f"its verdict is {record.verdict!r}")
+    return record

@@ -1,0 +1,139 @@
+"""The filled grid: what tables and figures ask of it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from heloco.methods import get_method
+from heloco.study.grid import Place
+from heloco.study.records import RunRecord
+from heloco.study.spec import Study
+
+
+@dataclass(frozen=True)
+class Stat:
+    """Mean over seeds and sample standard deviation (None for one seed); `lost` seeds diverged and are not in it."""
+
+    mean: float
+    spread: float | None
+    n: int
+    lost: int = 0
+
+    def text(self, digits: int = 3, sign: str = "") -> str:
+        spread = "" if self.spread is None else f" ± {self.spread:.{digits}f}"
+        lost = f" ({self.lost} of {self.n + self.lost} diverged)" if self.lost else ""
+        return f"{self.mean:{sign}.{digits}f}{spread}{lost}"
+
+
+def stat(values: Iterable[float | None]) -> Stat | None:
+    given = list(values)
+    there = [value for value in given if value is not None]
+    if not there:
+        return None
+    return Stat(fmean(there), stdev(there) if len(there) > 1 else None, len(there), len(given) - len(there))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A place and the run that fills it, on the row's own clock."""
+
+    place: Place
+    record: RunRecord
+
+    @property
+    def times_s(self) -> list[float]:
+        return [time * self.place.stretch for time in self.record.evals.time_s]
+
+    @property
+    def time_s(self) -> float:
+        return self.record.time_s * self.place.stretch
+
+    @property
+    def waits(self) -> bool:
+        return get_method(self.place.config.outer.method).barrier
+
+    def values(self, source: str = "", measure: str = "loss") -> list[float | None]:
+        """The measure at every evaluation, of a source or (where it is the loss) the mean over them."""
+        evals = self.record.evals
+        if source:
+            return evals.sources[source].get(measure, [None] * len(evals.loss))
+        if measure == "loss":
+            return evals.loss
+        columns = [self.values(name, measure) for name in evals.sources]
+        return [None if None in at else fmean(v for v in at if v is not None) for at in zip(*columns, strict=True)]
+
+    def final(self, source: str = "", measure: str = "loss") -> float | None:
+        """At the end; None where the run diverged."""
+        return self.values(source, measure)[-1] if self.record.finished else None
+
+    def loss_at(self, time_s: float) -> float | None:
+        """The loss at the last evaluation by this time: a barrier's last round that was over."""
+        if not self.record.finished:
+            return None
+        return [loss for at, loss in zip(self.times_s, self.record.evals.loss, strict=True) if at <= time_s][-1]
+
+
+class Results:
+    def __init__(self, study: Study, scale: str, filled: Sequence[tuple[Place, RunRecord]]) -> None:
+        self.study = study
+        self.scale = scale
+        self.shown = {place.name: Shown(place, record) for place, record in filled}
+        self.rows = [row for row in study.rows if any(name[0] == row for name in self.shown)]
+        self.methods = [method for method in study.methods if any(name[1] == method for name in self.shown)]
+        self.seeds = sorted({seed for _, _, seed in self.shown})
+        first = next(iter(self.shown.values()))
+        self.sources = list(first.record.evals.sources)
+        self.measures = list(first.record.evals.sources[self.sources[0]])
+        self.digests = sorted({shown.record.digest for shown in self.shown.values()})
+
+    def at(self, row: str, method: str) -> list[Shown]:
+        """The runs of a place of the table, one per seed; none where the study does not pair the two."""
+        return [self.shown[row, method, seed] for seed in self.seeds if (row, method, seed) in self.shown]
+
+    def final(self, row: str, method: str, source: str = "", measure: str = "loss") -> Stat | None:
+        return stat(shown.final(source, measure) for shown in self.at(row, method))
+
+    def diverged(self, row: str, method: str) -> bool:
+        """Whether there are runs, and all of them diverged."""
+        found = self.at(row, method)
+        return bool(found) and not any(shown.record.finished for shown in found)
+
+    def waits(self, method: str) -> bool:
+        """Whether the method has a barrier."""
+        return any(name[1] == method and shown.waits for name, shown in self.shown.items())
+
+    def note_on_seeds(self) -> str:
+        count = len(self.seeds)
+        if count == 1:
+            return "One seed: differences under about 1 % may be noise."
+        return f"Mean ± sample standard deviation over n = {count} seeds."
+
+    def records(self) -> list[dict[str, Any]]:
+        """One record per (row, method, seed)."""
+        return [
+            {
+                "row": row,
+                "method": method,
+                "seed": seed,
+                "run": shown.record.digest,
+                "verdict": shown.record.verdict,
+                "loss": shown.final(),
+                "time_s": shown.time_s,
+                **{f"{m} by source": {s: shown.final(s, m) for s in self.sources} for m in self.measures},
+                "arrivals": shown.record.arrivals,
+                "mean_staleness": shown.record.mean_staleness,
+                "cases": shown.record.cases,
+            }
+            for (row, method, seed), shown in self.shown.items()
+        ]
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One record per (row, method): the final mean loss over seeds."""
+        pairs = dict.fromkeys((row, method) for row, method, _ in self.shown)
+        return [{"row": row, "method": method, "loss": plain(self.final(row, method))} for row, method in pairs]
+
+
+def plain(found: Stat | None) -> dict[str, Any] | None:
+    """A Stat as JSON has it, without the digits that no run has."""
+    return None if found is None else {k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(found).items()}

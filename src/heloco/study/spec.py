@@ -1,0 +1,207 @@
+"""A study as data: one TOML file with its settings, its grid of rows and methods, the paper's numbers and what to show.
+
+    title, about     what a reader is told
+    like             another study, whose settings, small scale, rows, methods and paper this one takes where it has none itself
+    [settings]       fields of a run's config, over the recipe `paper`
+    [small]          fields of a run's config at `--scale small`, over the settings
+    [rows]           NAME = { fields …, small = { fields … }, methods = [names it is paired with; all where left out] }
+    [methods]        NAME = { fields …, small = { fields … }, rows = [names it is paired with] }; `method` is NAME where left out
+    [paper]          ROW = { loss = { METHOD = … }, source = { SOURCE = { METHOD = … } }, gain, time_gain, time_s }
+    [[tables]]       see `TableSpec`
+    [[figures]]      see `FigureSpec`
+
+A method's fields come over its row's. `workers = K` repeats the pattern of the paces up to K workers.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from heloco.errors import UserError, nearest
+
+Scale = Literal["paper", "small"]
+SCALES: tuple[str, ...] = get_args(Scale)
+Axis = Literal["rows", "methods", "sources"]
+PAPERS_NAME = {"heloco-ramp": "heloco"}
+"""The paper has one HeLoCo: its numbers stand beside both variants."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row or a method of the grid."""
+
+    name: str
+    settings: Mapping[str, Any]
+    small: Mapping[str, Any]
+    only: tuple[str, ...]
+    """The methods (of a row) or rows (of a method) it is paired with; empty: all."""
+
+    def at(self, scale: str) -> dict[str, Any]:
+        return {**self.settings, **(self.small if scale == "small" else {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableSpec:
+    kind: Literal["losses", "sources", "budget", "order"]
+    """Final losses, rows × methods; final measures per source; the paper's Table 1; the order of the methods in each row."""
+    title: str
+    caption: str = ""
+    lines: Literal["rows", "methods"] = "rows"
+    """What goes down the page, in `losses`."""
+    baseline: str = ""
+    """The method that the others' losses are compared with, in `losses`."""
+    measure: str = "loss"
+    """In `sources`."""
+    methods: list[str] = field(default_factory=list)
+    """Only these, in `losses` and `sources`; empty: all."""
+    variants: list[str] = field(default_factory=list)
+    """The methods that stand where the paper has HeLoCo, in `budget` and `order`."""
+    against: list[str] = field(default_factory=list)
+    """The methods they are compared with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureSpec:
+    name: str
+    title: str
+    caption: str = ""
+    x: Literal["inner_steps", "time_s"] = "inner_steps"
+    panels: list[Axis]
+    """A panel for each combination of these."""
+    lines: Axis
+    rows: list[str] = field(default_factory=list)
+    """Only these rows; empty: all. So for methods and sources; a source may also be given by its number, the last is -1."""
+    methods: list[str] = field(default_factory=list)
+    sources: list[str | int] = field(default_factory=list)
+    columns: int = 2
+
+
+@dataclass(frozen=True)
+class Study:
+    name: str
+    title: str
+    about: str
+    settings: Mapping[str, Any]
+    small: Mapping[str, Any]
+    rows: Mapping[str, Part]
+    methods: Mapping[str, Part]
+    paper: Mapping[str, Any]
+    tables: Sequence[TableSpec]
+    figures: Sequence[FigureSpec]
+
+    def paper_number(self, row: str, *keys: str) -> float | None:
+        """The paper's number at [paper.ROW] under these keys, if it has one."""
+        found: Any = self.paper.get(row, {})
+        for key in keys:
+            found = found.get(PAPERS_NAME.get(key, key), {}) if isinstance(found, dict) else {}
+        return float(found) if isinstance(found, int | float) else None
+
+
+def names() -> list[str]:
+    """The studies that come with the package, in the paper's order."""
+    found = {path.name.removesuffix(".toml") for path in resources.files(__package__).iterdir() if path.name.endswith(".toml")}
+    order = ("table1", "convergence", "languages", "staleness", "flexible", "dropping", "ablation", "sensitivity")
+    return [name for name in order if name in found] + sorted(found - set(order))
+
+
+def load_study(name: str) -> Study:
+    """A study by its name, or by the path of a TOML file of one's own."""
+    if name.endswith(".toml"):
+        try:
+            return _study(Path(name).stem, Path(name).read_text(encoding="utf-8"), name)
+        except OSError as error:
+            raise UserError(f"The study {name} cannot be read ({error.strerror}): check the path.") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"The study {name} is not text in UTF-8 ({error}): give a TOML file.") from error
+    if name not in names():
+        raise UserError(f"There is no study {name!r}; {nearest(name, names())} `heloco study --list` describes them.")
+    return _study(name, resources.files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def _study(name: str, text: str, where: str) -> Study:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} is not valid TOML ({error}): mend that line.") from error
+    known = ("title", "about", "like", "settings", "small", "rows", "methods", "paper", "tables", "figures")
+    for key, value in document.items():
+        if key not in known:
+            raise UserError(f"{where}: a study has no {key!r}; {nearest(key, known)}")
+        kind: type = str if key in known[:3] else list if key in known[-2:] else dict
+        if not isinstance(value, kind):
+            raise UserError(f"{where}: {key} must be a {'text' if kind is str else 'list' if kind is list else 'table'}.")
+    base = load_study(document["like"]) if "like" in document else None
+    study = Study(
+        name,
+        document.get("title", name),
+        document.get("about", ""),
+        {**(base.settings if base else {}), **document.get("settings", {})},
+        {**(base.small if base else {}), **document.get("small", {})},
+        _parts(document["rows"], "methods", where) if "rows" in document else base.rows if base else {},
+        _parts(document["methods"], "rows", where) if "methods" in document else base.methods if base else {},
+        document.get("paper", base.paper if base else {}),
+        [_built(TableSpec, entries, f"{where}: a table") for entries in document.get("tables", [])],
+        [_built(FigureSpec, entries, f"{where}: a figure") for entries in document.get("figures", [])],
+    )
+    _check_names(study, where)
+    return study
+
+
+def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, Part]:
+    made = {}
+    for name, given in entries.items():
+        if not isinstance(given, dict) or not isinstance(given.get("small", {}), dict):
+            raise UserError(f"{where}: {name!r} must be a table of settings.")
+        own = {key: value for key, value in given.items() if key not in ("small", partners)}
+        if partners == "rows":
+            own.setdefault("method", name)
+        made[name] = Part(name, own, given.get("small", {}), tuple(given.get(partners, ())))
+    return made
+
+
+def _built(kind: Any, entries: Any, where: str) -> Any:
+    """A TableSpec or FigureSpec from its TOML table; what it does not know or lacks is named."""
+    hints = get_type_hints(kind)
+    if not isinstance(entries, dict):
+        raise UserError(f"{where} must be a table.")
+    for key, value in entries.items():
+        if key not in hints:
+            raise UserError(f"{where} has no {key!r}; {nearest(key, list(hints))}")
+        many = get_origin(hints[key]) is list
+        [hint] = get_args(hints[key]) if many else [hints[key]]
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        if isinstance(value, list) != many:
+            raise UserError(f"{where}: {key} must be {'a list' if many else 'one value'}.")
+        for item in value if many else [value]:
+            if choices and item not in choices:
+                raise UserError(f"{where}: {key} cannot be {item!r}; {nearest(str(item), list(choices))}")
+    missing = [f.name for f in fields(kind) if f.name not in entries and not _optional(kind, f.name)]
+    if missing:
+        raise UserError(f"{where} has no {missing[0]}: give one.")
+    return kind(**entries)
+
+
+def _optional(kind: Any, name: str) -> bool:
+    from dataclasses import MISSING
+
+    [found] = [f for f in fields(kind) if f.name == name]
+    return found.default is not MISSING or found.default_factory is not MISSING
+
+
+def _check_names(study: Study, where: str) -> None:
+    """Rows and methods that are spoken of must be there."""
+    if not study.rows or not study.methods:
+        raise UserError(f"{where}: a study needs [rows] and [methods], its own or those of the study it is `like`.")
+    spoken = [("row", name, study.rows) for part in study.methods.values() for name in part.only]
+    spoken += [("method", name, study.methods) for part in study.rows.values() for name in part.only]
+    spoken += [("row", name, study.rows) for figure in study.figures for name in figure.rows]
+    spoken += [("method", name, study.methods) for figure in study.figures for name in figure.methods]
+    for table in study.tables:
+        named = [*table.methods, *table.variants, *table.against, *([table.baseline] if table.baseline else [])]
+        spoken += [("method", name, study.methods) for name in named]
+    for what, name, known in spoken:
+        if name not in known:
+            raise UserError(f"{where}: there is no {what} {name!r}; {nearest(name, list(known))}")

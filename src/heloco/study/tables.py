@@ -1,0 +1,95 @@
+"""The tables of a study as its TOML asks for them, with the paper's numbers beside ours."""
+
+from collections.abc import Iterator, Sequence
+
+from heloco.report.page import Cell, TableData, Tone
+from heloco.study.budget import budget_tables, order_table
+from heloco.study.results import Results, Stat, stat
+from heloco.study.spec import TableSpec
+
+
+def tables_of(results: Results) -> list[TableData]:
+    """Every table that has something to show."""
+    return [table for spec in results.study.tables for table in _tables(results, spec) if table.rows and len(table.header) > 1]
+
+
+def _tables(results: Results, spec: TableSpec) -> Iterator[TableData]:
+    if spec.kind == "losses":
+        yield _losses(results, spec)
+    elif spec.kind == "sources":
+        yield _sources(results, spec)
+    elif spec.kind == "budget":
+        yield from budget_tables(results, spec)
+    else:
+        yield order_table(results, spec)
+
+
+def _losses(results: Results, spec: TableSpec) -> TableData:
+    """Final mean losses, rows × methods or the other way round; under each, by how much it differs from the baseline."""
+    methods = _methods(results, spec)
+    down, across = (results.rows, methods) if spec.lines == "rows" else (methods, results.rows)
+
+    def cells(line: str) -> list[Cell]:
+        pairs = [(line, other) if spec.lines == "rows" else (other, line) for other in across]
+        return [_loss_cell(results, spec, row, method) for row, method in pairs]
+
+    lines = [[Cell(line), *cells(line)] for line in down]
+    compared = f" Under each loss the difference to {spec.baseline}." if spec.baseline in methods else ""
+    caption = f"{spec.caption} Mean validation loss at the end, nats per token. {results.note_on_seeds()}{compared}".strip()
+    return TableData(spec.title, ["", *across], lines, caption)
+
+
+def _methods(results: Results, spec: TableSpec) -> list[str]:
+    return [method for method in results.methods if not spec.methods or method in spec.methods]
+
+
+def _loss_cell(results: Results, spec: TableSpec, row: str, method: str) -> Cell:
+    found = results.final(row, method)
+    if found is None:
+        return Cell("diverged" if results.diverged(row, method) else "–")
+    notes = []
+    if spec.baseline in results.methods and method != spec.baseline and (difference := _difference(results, row, method, spec)):
+        notes.append(f"{difference.text(2, '+')} %")
+    if (paper := results.study.paper_number(row, "loss", method)) is not None:
+        notes.append(f"paper {paper:.2f}")
+    return Cell(found.text(), " · ".join(notes), _tone(found, [results.final(row, m) for m in _methods(results, spec)]))
+
+
+def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Stat | None:
+    """In % of the baseline's loss, seed by seed: what a seed does to both is not in it."""
+    pairs = zip(results.at(row, method), results.at(row, spec.baseline), strict=False)
+    losses = [(ours.final(), base.final()) for ours, base in pairs]
+    return stat(100 * (a - b) / b if a is not None and b is not None else None for a, b in losses)
+
+
+def _tone(found: Stat, others: Sequence[Stat | None]) -> Tone:
+    """The best and the worst of a row, where there is something to choose from."""
+    means = [other.mean for other in others if other is not None]
+    if len(means) < 2:
+        return ""
+    return "best" if found.mean == min(means) else "worst" if found.mean == max(means) and len(means) > 2 else ""
+
+
+def _sources(results: Results, spec: TableSpec) -> TableData:
+    """A measure at the end of each run, source by source."""
+    lines = []
+    for row in results.rows:
+        for method in _methods(results, spec):
+            if not results.at(row, method):
+                continue
+            cells = [_source_cell(results, row, method, source, spec.measure) for source in (*results.sources, "")]
+            lines.append([Cell(row), Cell(method), *cells])
+    unit = {"loss": "Validation loss at the end, nats per token.", "bits_per_byte": "Bits per byte at the end."}
+    caption = f"{spec.caption} {unit.get(spec.measure, spec.measure)} {results.note_on_seeds()}".strip()
+    there = spec.measure in results.measures
+    return TableData(spec.title, ["", "method", *results.sources, "mean"], lines if there else [], caption)
+
+
+def _source_cell(results: Results, row: str, method: str, source: str, measure: str) -> Cell:
+    found = results.final(row, method, source, measure)
+    if found is None:
+        return Cell("diverged" if results.diverged(row, method) else "–")
+    keys = ("source", source, method) if source else ("loss", method)
+    paper = results.study.paper_number(row, *keys) if measure == "loss" else None
+    of_row = [results.final(row, other, source, measure) for other in results.methods]
+    return Cell(found.text(), "" if paper is None else f"paper {paper:.2f}", _tone(found, of_row))

@@ -1,0 +1,177 @@
+"""A language model's head and its loss, for one model or a stack of them: x [S, T, width], words [S, V, width] -> losses [S, T].
+
+On a GPU, where matrix products may round their operands (TF32), the logits never lie in memory: see `head_kernels`.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+TOKENS_AT_ONCE = 256  # of one slice, in a tile of the gradient's kernel
+WIDTHS = (32, 64, 128)
+TILE = 64  # tokens, and words
+PROGRAMS = 1584  # that keep a GPU of 132 multiprocessors busy to the end: twelve for each
+GRADIENT_CHUNK = 1024  # words per program
+SHARED_BYTES = {1: 163_840, 3: 229_376}  # what the gradient's kernel takes, by how many tiles it loads ahead
+
+
+def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+    """−log softmax(x wᵀ) at the target, token by token."""
+    if fusable(x, words):
+        return _fused(x, words, targets)
+    logits = product(x, words)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+
+
+def fusable(x: Tensor, words: Tensor) -> bool:
+    """Whether the kernels serve these: float32 whose products may be rounded, on a GPU, of the sizes they are written for."""
+    training = torch.is_grad_enabled() and (x.requires_grad or words.requires_grad)
+    return (
+        _stages(x.device) > 0
+        and x.dtype is words.dtype is torch.float32
+        and torch.get_float32_matmul_precision() != "highest"
+        and not torch.is_autocast_enabled(x.device.type)
+        and x.shape[2] in WIDTHS
+        and (not training or x.shape[1] <= TOKENS_AT_ONCE)
+    )
+
+
+@functools.cache
+def _stages(device: torch.device) -> int:
+    """How many tiles ahead the gradient's kernel can load on this device; 0: the kernels do not run there."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    held: int = properties.shared_memory_per_block_optin if properties.major >= 8 else 0  # type: ignore[attr-defined]
+    return max((stages for stages, needed in SHARED_BYTES.items() if needed <= held), default=0)
+
+
+def _fused(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+    """∂words hangs on a branch whose value is 0, on a stream of its own: the backward pass that x goes on with need not wait."""
+    x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
+    if not torch.is_grad_enabled() or not (x.requires_grad or words.requires_grad):
+        return _losses(x, words, targets, mean=False)[0]
+    losses, level = _Losses.apply(x, words.detach(), targets)  # type: ignore[no-untyped-call]
+    if not words.requires_grad:
+        return losses  # type: ignore[no-any-return]
+    with _aside(x.device):
+        nothing = _WordsBranch.apply(words, x.detach(), targets, level)  # type: ignore[no-untyped-call]
+    return losses + nothing  # type: ignore[no-any-return]
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        losses, level, mean = _losses(x, words, targets, mean=True)
+        own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
+        context.save_for_backward(mean.sub_(own))
+        context.mark_non_differentiable(level)
+        return losses, level
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+        [difference] = context.saved_tensors
+        return gradient[..., None] * difference, None, None
+
+
+class _WordsBranch(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, words: Tensor, x: Tensor, targets: Tensor, level: Tensor) -> Tensor:
+        context.save_for_backward(words, x, targets, level)
+        return torch.zeros_like(level)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        words, x, targets, level = context.saved_tensors
+        return _words_gradient(x, words, targets, level, gradient.contiguous()), None, None, None
+
+
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On the device's second stream, beginning after what the first has to do; autograd then runs the backward pass there too."""
+    if device.type != "cuda":
+        yield
+        return
+    first, second = torch.cuda.current_stream(device), _second_stream(device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        yield
+    first.wait_stream(second)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _firsts(words: Tensor) -> Tensor:
+    """Where each slice's words begin in the flattened table."""
+    return torch.arange(len(words), device=words.device)[:, None] * words.shape[1]
+
+
+def _losses(x: Tensor, words: Tensor, targets: Tensor, *, mean: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses, log-sum-exps, and where asked for Σ_v p_tv w_v: chunk by chunk of the vocabulary, then put together."""
+    from heloco.task.head_kernels import losses_kernel
+
+    (stack, tokens, width), vocab = x.shape, words.shape[1]
+    blocks = -(-tokens // TILE)
+    chunk = -(-vocab // max(1, PROGRAMS // (stack * blocks)))
+    chunk = -(-chunk // TILE) * TILE
+    chunks = -(-vocab // chunk)
+    high, total, picked = x.new_empty(3, stack, tokens, chunks)
+    means = x.new_empty(stack, tokens, chunks, width) if mean else high
+    losses_kernel[(stack * blocks, chunks)](
+        x, words, targets, high, total, picked, means, tokens, vocab, blocks, chunk,
+        WIDTH=width, TOKENS=TILE, WORDS=TILE, MEANS=mean, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    top = high.amax(-1)
+    part = total.mul_(torch.exp(high - top[..., None]))
+    whole = part.sum(-1)
+    level = top + whole.log()
+    if mean:
+        weight = torch.exp(high - level[..., None])
+        means = means[:, :, 0] * weight if chunks == 1 else means.mul_(weight[..., None]).sum(2)
+    return level - picked.sum(-1), level, means
+
+
+def _words_gradient(x: Tensor, words: Tensor, targets: Tensor, level: Tensor, gradient: Tensor) -> Tensor:
+    from heloco.task.head_kernels import weight_gradient_kernel
+
+    (stack, tokens, width), vocab = x.shape, words.shape[1]
+    largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
+    found = torch.empty_like(words)
+    weight_gradient_kernel[(stack, -(-vocab // GRADIENT_CHUNK))](
+        x, words, targets, level, gradient * (1024 / largest), largest / 1024, found, tokens, vocab, GRADIENT_CHUNK,
+        WIDTH=width, TOKENS=max(TILE, _power_of_two(tokens)), WORDS=TILE,
+        num_warps=16, num_stages=_stages(x.device),
+    )  # fmt: skip
+    return found
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ slice by slice, whose gradient for W comes in W's own layout: torch's comes transposed, and would be copied."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
+        context.save_for_backward(x, weight)
+        return torch.bmm(x, weight.transpose(1, 2))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = context.saved_tensors
+        return torch.bmm(gradient, weight), torch.bmm(gradient.transpose(1, 2), x)
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    found: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return found

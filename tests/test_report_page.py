@@ -1,0 +1,189 @@
+"""The page: one file that parses, needs nothing from outside, says everything it was given and nothing as markup."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from heloco.report.figures import Figure, Line, Panel, draw
+from heloco.report.page import Cell, TableData, Text, _numeric, write_page
+
+EVIL = "<script>alert('1')</script> & \"co\""
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Holds a page to its own structure, every tag closed in turn; keeps the tags, and the texts with the tag they stand in."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if data.strip():
+            self.texts.append((self.open[-1] if self.open else "", data.strip()))
+
+    def said(self, tag: str) -> list[str]:
+        return [text for where, text in self.texts if where == tag]
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+TABLE = TableData(
+    "Table 1",
+    ["paces", "mla", "heloco", "gain"],
+    [
+        [Cell("1,6,6"), Cell("7.22", "paper 7.20", "worst"), Cell("6.98", "paper 6.90", "best"), Cell("+3.3 %", tone="good")],
+        [Cell("1,1,6"), Cell("6.85"), Cell("–"), Cell("−0.1 %", tone="bad")],
+    ],
+    "Nats per token.",
+)
+
+
+def a_figure(name: str) -> Figure:
+    lines = [Line("mla", [0, 1, 2], [3, 2, 1], spread=[0.1] * 3), Line(f'id="x" {EVIL}', [2], [1], paper=True)]
+    return Figure(
+        name, f"Title of {name}", "A caption.", [Panel("left", lines, "steps", "loss"), Panel("right", lines, "steps", "loss")]
+    )
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory) -> str:
+    folder: Path = tmp_path_factory.mktemp("page")
+    figures = [a_figure("one"), a_figure("two")]
+    for figure in figures:
+        draw(figure, folder / "figures")
+    odd = TableData(EVIL, [EVIL, "n"], [[Cell(EVIL, EVIL), Cell("1")]], EVIL)
+    blocks = [Text(EVIL, ["A first paragraph.", EVIL]), TABLE, *figures, odd, Figure("gone", EVIL, EVIL, [])]
+    write_page(folder / "out" / "page.html", f"A study {EVIL}", blocks, folder / "figures")
+    return (folder / "out" / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def page(html) -> Page:
+    return Page(html)
+
+
+def test_it_is_one_document_with_a_title_and_a_language(html, page):
+    assert html.startswith("<!DOCTYPE html>")
+    assert page.all("html") == [{"lang": "en"}]
+    assert page.said("title") == page.said("h1") == [f"A study {EVIL}"]
+    assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
+
+
+def test_it_takes_nothing_from_outside(html, page):
+    for tag, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "action", "data", "srcset"):
+            assert (attributes.get(name) or "#").startswith("#"), (tag, attributes)
+    assert "://" not in html
+    assert "@import" not in html
+    assert not re.search(r"url\((?!#)", html)
+
+
+def test_texts_are_never_markup(page):
+    assert not page.all("script")
+    for where in ("p", "h2", "th", "small", "a", "text", "figcaption"):
+        assert any(EVIL in text for text in page.said(where)), where
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(html, page):
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    references = {
+        value[1:] for _, attributes in page.tags for name, value in attributes.items() if name.endswith("href") and value
+    }
+    references |= set(re.findall(r"url\(#([^)]+)\)", html)) | {
+        a["aria-describedby"] for a in page.all("table") if "aria-describedby" in a
+    }
+    assert any(reference.startswith("f3-") for reference in references)
+    assert references <= set(ids)
+
+
+def test_labels_that_look_like_ids_stay_as_they_are(page):
+    assert page.said("text").count(f'id="x" {EVIL} (paper)') == 2
+
+
+def test_a_table_has_all_its_cells_with_their_headings(html, page):
+    assert [a["scope"] for a in page.all("th")] == ["col"] * 4 + ["row"] * 2 + ["col"] * 2 + ["row"]
+    assert len(page.all("td")) == 3 * 2 + 1
+    said = page.said("td") + page.said("th") + page.said("b") + page.said("small")
+    for cell in (cell for row in TABLE.rows for cell in row):
+        assert cell.text in said
+        assert not cell.note or cell.note in said
+    assert set(TABLE.header) <= set(said)
+    assert "Nats per token." in html
+
+
+def test_colour_is_never_alone_in_saying_what_is_best_or_worst(html, page):
+    assert '<td class="number best"><b>6.98</b>' in html
+    marks = [a for a in page.all("span") if a.get("class") == "mark"]
+    assert [mark["aria-label"] for mark in marks] == ["worst", "good", "bad"]
+    assert "✗ worst · ▲ better · ▼ worse" in html
+    assert html.count('class="key"') == 1, "a table without tones needs no key"
+
+
+def test_figures_are_described_and_captioned(page):
+    labels = [svg["aria-label"] for svg in page.all("svg")]
+    assert len(labels) == 2
+    assert labels[0].startswith("Title of one. 2 panels. left: loss against steps; right: loss against steps. Lines: mla; ")
+    assert all(svg["role"] == "img" for svg in page.all("svg"))
+    assert page.said("figcaption") == ["A caption.", "A caption.", EVIL]
+
+
+def test_a_figure_that_was_not_drawn_says_what_is_missing(page):
+    assert page.said("code") == ['pip install "heloco[figures]"']
+
+
+def test_both_colour_schemes_print_and_narrow_screens_are_provided_for(html):
+    for wanted in ("prefers-color-scheme: dark", "@media print", "@media (max-width", "overflow-x: auto"):
+        assert wanted in html
+
+
+def test_the_contents_link_to_every_part_and_a_short_page_has_none(page, tmp_path):
+    links = [a["href"] for a in page.all("a")]
+    assert links == [f"#part-{i}" for i in range(1, 7)]
+    write_page(tmp_path / "short.html", "Short", [Text("", ["Alone."])], tmp_path)
+    short = Page((tmp_path / "short.html").read_text(encoding="utf-8"))
+    assert not short.all("nav")
+    assert not short.all("h2")
+    assert short.said("p") == ["Alone."]
+
+
+def test_a_row_that_does_not_fit_its_header_is_refused(tmp_path):
+    with pytest.raises((ValueError, IndexError)):
+        write_page(tmp_path / "p.html", "", [TableData("", ["a", "b"], [[Cell("1")]])], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("texts", "numeric"),
+    [
+        (["6.54", "–", "7"], True),
+        (["6.54 ± 0.02", "+1.2 %", "−3", "14,400", "1:20:05", ".5", "3 (of 5)"], True),
+        (["1,6,6", "1,1,6"], False),
+        (["1, 6, 6"], False),
+        (["300 of 80 steps"], False),
+        (["mla"], False),
+        (["–"], False),
+        ([], False),
+    ],
+)
+def test_columns_of_numbers_stand_on_the_right(texts, numeric):
+    assert _numeric(texts) is numeric
