@@ -72,12 +72,13 @@ def measure_stack(task: LanguageTask, width: int) -> tuple[dict[str, Any], Stack
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()
-    [stack] = inner._stacks.values()
+    [stack] = inner._stacks
     data = [job.batches() for job in jobs]
 
     def steps() -> None:
         stack.at.zero_()
-        stack.run(STEPS)
+        stack.begin(STEPS)
+        stack._wait()
 
     stack.load(jobs, data)
     in_graph = milliseconds(steps) / STEPS / width
@@ -134,10 +135,10 @@ def profile(inner: StackedInner, steps: int = 10) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    [stack] = inner._stacks.values()
+    [stack] = inner._stacks
     stack.at.zero_()
     with watch(activities=[ProfilerActivity.CUDA]) as watched:
-        stack.run(steps)
+        stack.begin(steps)
         torch.cuda.synchronize()
     rows = sorted(watched.key_averages(), key=lambda row: -row.device_time_total)
     each = 1 / 1000 / steps / stack.size

@@ -18,6 +18,9 @@ import torch
 
 from heloco.cli.main import run
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: its interpreter then runs the kernels here
+
 TINY_MODEL = (
     "--preset", "1m", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--eval-windows", "4",
 )  # fmt: skip
@@ -32,6 +35,19 @@ def fitting(arguments: Sequence[str | Path]) -> list[str]:
     words = [str(argument) for argument in arguments]
     behind = 1 + len(TINY_MODEL)
     return [words[0], *words[behind:]] if "images" in words and tuple(words[1:behind]) == TINY_MODEL else words
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The task's kernels serve, as on a GPU with TF32 allowed; where there is none, Triton's interpreter runs them."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr("heloco.task.rounding.runs_on", lambda _: True)
+        monkeypatch.setattr("heloco.task.head._stages", lambda _: 1)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from heloco.engine.fleet import Fleet, Planned, run_fleet
+from heloco.engine.fleet import WAVES, Fleet, Planned, run_fleet
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.inner.stacked import StackedInner
@@ -106,6 +106,12 @@ def test_each_run_of_a_fleet_gives_what_it_gives_alone() -> None:
     assert [line["arrival"] for line in watching.done[planned[-1].key].tape] == [1, 2, 3, 4]
 
 
+@pytest.fixture(params=[1, 2], autouse=True)
+def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One wave under way at a time, as on a CPU, or two, as on a GPU."""
+    monkeypatch.setitem(WAVES, "cpu", request.param)
+
+
 def test_progress_counts_every_step_once() -> None:
     watching = Watching()
     task = language()
@@ -117,13 +123,13 @@ def test_progress_counts_every_step_once() -> None:
 
 def test_no_round_is_run_that_arrives_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    original = StackedInner.run
+    original = StackedInner.begin
 
     def counting(self: StackedInner, jobs: Sequence[Any]) -> Any:
         asked.extend(job.round.inner_steps for job in jobs)
         return original(self, jobs)
 
-    monkeypatch.setattr(StackedInner, "run", counting)
+    monkeypatch.setattr(StackedInner, "begin", counting)
     run_fleet([Planned("one", language(), config(paces=[1, 1, 9]))], Watching(), device=CPU)
     assert sum(asked) == 12 * 3
 

@@ -3,32 +3,15 @@
 On a machine without a GPU Triton's interpreter runs the same kernels.
 """
 
-import os
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from heloco.task import head
+from heloco.task.gpt import build, preset
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
-
-from heloco.task import head  # noqa: E402
-from heloco.task.gpt import build, preset  # noqa: E402
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels serve, as on a GPU with TF32 allowed."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    if DEVICE == "cpu":
-        monkeypatch.setattr(head, "_stages", lambda _: 1)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def inputs(stack: int, tokens: int, width: int, vocab: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """A round in a stack gives what it gives alone: the stacked inner loop against the sequential one, in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from heloco.inner import InnerOptions, SequentialInner
+from heloco.inner.adamw import CHUNK, AdamW, adamw_factors
 from heloco.inner.stack import Stack
 from heloco.inner.stacked import Job, StackedInner
 from heloco.inner.stacked_loss import GPTLoss, VmapLoss, stacked_loss
@@ -224,3 +226,72 @@ def test_only_the_rows_that_a_round_reads_ride_in_the_stack() -> None:
             decay *= 1 - lr * OPTIONS.weight_decay
         torch.testing.assert_close(moved[~read], (start * (1 - decay))[~read], rtol=1e-12, atol=0)
         assert read.any() and not read.all()
+
+
+def kernel_sized() -> LanguageTask:
+    """In float32, of sizes that the GPU's kernels are written for."""
+    corpus = prepare("builtin", languages=["auren", "thelis", "vesnar"])
+    model = preset("1m", width=32, layers=2, heads=2, context=16, vocab_size=257)
+    return LanguageTask(corpus, split(corpus, how="source", context=16), model, context=16, seed=0, eval_windows=2)
+
+
+def test_with_rounded_products_a_stack_stays_close(fused: None) -> None:  # noqa: ARG001
+    """The kernels of head and attention, on a GPU where there is one: 11 bits in each product, a few steps, so about 1 %."""
+    task, options = kernel_sized(), InnerOptions(batch_size=2, lr=3e-3, schedule_steps=40, adam_eps=1e-4)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    jobs = jobs_of(task, options, [4, 2, 3])
+    exact = [Job(replace(j.round, parameters=[p.double() for p in j.round.parameters]), in_float64(task), options) for j in jobs]
+    for job in jobs:
+        job.round.parameters = [p.to(device) for p in job.round.parameters]
+    inner = StackedInner(task, device=device, width=4)
+    for _ in range(2):  # a second time from a graph that was recorded before
+        for stacked, job in zip(inner.run(jobs), exact, strict=True):
+            single = alone(job)
+            assert stacked.loss == pytest.approx(single.loss, rel=1e-3)
+            for ours, theirs in zip(stacked.pseudo_gradient, single.pseudo_gradient, strict=True):
+                off = (ours.cpu().double() - theirs).norm() / theirs.norm()
+                assert off < 2e-2
+
+
+def in_float64(task: LanguageTask) -> LanguageTask:
+    return DoubleLanguage(task.corpus, task._shards, task.model_config, context=task.context, seed=0, eval_windows=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("changes", [{}, {"keep_state": True, "clip": 0.05, "accumulate": 2}], ids=str)
+def test_on_a_gpu_in_float64(changes: dict[str, Any]) -> None:
+    task, options = language(), InnerOptions(**{**vars(OPTIONS), **changes})
+    inner = StackedInner(task, device="cuda", width=4)
+    for start, steps in ((0, [3, 1, 2]), (9, [2, 3, 3, 1])):
+        jobs = jobs_of(task, options, steps, start=start)
+        expected = [alone(job) for job in jobs]
+        for job in jobs:
+            job.round.parameters = [p.cuda() for p in job.round.parameters]
+        for stacked, single in zip(inner.run(jobs), expected, strict=True):
+            stacked.pseudo_gradient = [t.cpu() for t in stacked.pseudo_gradient]
+            assert_same(stacked, single)
+
+
+@pytest.mark.parametrize("width", [16, 15], ids=["multiples of four", "odd sizes"])
+def test_adamw_in_one_launch(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(3, width), (3, 5, width), (3, CHUNK + width), (3, 4)]
+    blocks = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4)]
+    blocks[2] = [v.square() for v in blocks[2]]
+    exact = [[x.double() for x in group] for group in blocks]
+    taken, lr, active = (
+        torch.tensor([3.0, 7, 1]).double(),
+        torch.tensor([1e-2, 3e-3, 1]).double(),
+        torch.tensor([1.0, 1, 0]).double(),
+    )
+    factors = torch.stack([*adamw_factors(taken, lr, active, OPTIONS), active])
+    AdamW(*exact[:3], OPTIONS).move(exact[3], factors)
+    monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
+    ours = [[x.to(device) for x in group] for group in blocks]
+    AdamW(*ours[:3], OPTIONS).move(ours[3], factors.to(device))
+    for group, before, theirs in zip(ours[:3], blocks, exact, strict=False):
+        for x, start, y in zip(group, before, theirs, strict=True):
+            torch.testing.assert_close(x.cpu().double(), y, rtol=3e-6, atol=1e-6)
+            assert torch.equal(x[2].cpu(), start[2])  # not active: it stays as it is

@@ -2,17 +2,19 @@
 
     while some run is unfinished:
         pick as many needed rounds as the stack is wide      # of whatever runs
-        run them as one model                                # inner/stacked.py
-        hand each its result; its clock goes on as far as it can
+        begin to run them as one model                       # inner/stacked.py
+        hand those begun before their results; their clocks go on as far as they can
 
 Who comes first: a round is urgent when the steps that must follow it one upon the other would take about as long as everything
 that is left takes at full width; urgent rounds go first, longest chain first. Else first come, first served, so that runs finish
 one after the other and an interrupted study keeps most of what it did. The stack stays full to the end that way, as long as it is
-no wider than all steps over the longest chain.
+no wider than all steps over the longest chain. On a GPU two waves of half that width are under way: while one is computed, the
+host takes in the results of the other.
 """
 
 import copy
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -23,7 +25,7 @@ from torch import nn
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import RunStopped
-from heloco.inner.stacked import Job, StackedInner
+from heloco.inner.stacked import Job, Results, StackedInner
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig
@@ -32,7 +34,8 @@ from heloco.task import Task
 from heloco.task.language import LanguageTask
 
 URGENT = 0.9  # of the time that is left
-WIDEST = {"cuda": 128, "cpu": 8}
+WIDEST = {"cuda": 96, "cpu": 8}
+WAVES = {"cuda": 2, "cpu": 1}  # under way at a time
 SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
 SHARE_OF_RUNS = 0.4  # of the free memory; the stack takes what it needs of the rest
 
@@ -71,16 +74,21 @@ class _Member:
     steps_left: int
     run: LocalRun | None = None
     collected: Collector = field(default_factory=Collector)
+    begun: set[int] = field(default_factory=set)
+    """Workers whose rounds are being computed."""
 
     def needed(self) -> list[Round]:
         """Those of the rounds under way that arrive before the end (or, after refusals, the one that the clock waits for)."""
         assert self.run is not None
         simulation = self.run.simulation
         scheduled = [handed for handed in simulation.needed() if (handed.worker, handed.index) in self.chains]
-        return scheduled or [simulation.next_needed()]
+        return [handed for handed in scheduled or [simulation.next_needed()] if handed.worker not in self.begun]
 
     def chain(self, handed: Round) -> int:
         return self.chains.get((handed.worker, handed.index), handed.inner_steps)
+
+
+Wave = list[tuple[_Member, Round]]
 
 
 class Fleet:
@@ -92,37 +100,49 @@ class Fleet:
         self.steps_done = 0
         self._memory = _free_memory(device)
         longest = max((max(member.chains.values()) for member in self.waiting), default=1)
-        self._wanted_width = max(1, self.steps_total // longest)
+        self._waves = WAVES.get(device.type, 1)
+        self._wanted_width = max(1, self.steps_total // (longest * self._waves))
         self._inners: dict[Any, StackedInner] = {}
         self._models: dict[int, nn.Module] = {}
 
     def run(self) -> None:
+        under_way: deque[tuple[Wave, Results]] = deque()
         while self.waiting or self.running:
             self._admit()
-            wave = self._pick()
-            if not wave:  # the last of those that run ended as they were admitted
-                continue
+            while len(under_way) < self._waves and (wave := self._pick()):
+                under_way.append((wave, self._begin(wave)))
             if self.stopping():
                 raise StopRequested
-            inner = self._inner(wave[0][0].planned.task)
-            jobs = [Job(handed, member.planned.task, member.planned.config.inner) for member, handed in wave]
-            for (member, handed), contribution in zip(wave, inner.run(jobs), strict=True):
-                assert member.run is not None
-                member.run.simulation.give(contribution)
-                member.steps_left -= handed.inner_steps
-                self.steps_done += handed.inner_steps
-            for member in {id(member): member for member, _ in wave}.values():
-                self._advance(member)
-            self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
+            if under_way:  # else the last of those that ran ended as they were admitted
+                self._take_in(*under_way.popleft())
+                self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
+
+    def _begin(self, wave: Wave) -> Results:
+        for member, handed in wave:
+            member.begun.add(handed.worker)
+        jobs = [Job(handed, member.planned.task, member.planned.config.inner) for member, handed in wave]
+        return self._inner(jobs[0].task).begin(jobs)
+
+    def _take_in(self, wave: Wave, results: Results) -> None:
+        for (member, handed), contribution in zip(wave, results(), strict=True):
+            if member.run is None:  # it diverged while this was computed
+                continue
+            member.begun.remove(handed.worker)
+            member.run.simulation.give(contribution)
+            member.steps_left -= handed.inner_steps
+            self.steps_done += handed.inner_steps
+        for member in {id(member): member for member, _ in wave if member.run is not None}.values():
+            self._advance(member)
 
     # ---- which rounds
 
-    def _pick(self) -> list[tuple[_Member, Round]]:
+    def _pick(self) -> Wave:
         """The next wave: rounds that can share a stack, of the length of the one that goes first or shorter."""
         every = [(member, handed) for member in self.running for handed in member.needed()]
         if not every:
             return []
-        left = sum(member.steps_left for member in (*self.running, *self.waiting)) / self._wanted_width
+        everybody = (*self.running, *self.waiting)
+        left = sum(member.steps_left for member in everybody) / (self._wanted_width * self._waves)
 
         def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
             member, handed = candidate

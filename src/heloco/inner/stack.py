@@ -1,5 +1,6 @@
 """The tensors of S rounds and the step that moves them all; every tensor keeps its place, as a CUDA graph wants."""
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -7,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heloco.inner.adamw import adamw_factors, adamw_move, clipped
+from heloco.inner.adamw import AdamW, adamw_factors, clipped
 from heloco.inner.options import InnerOptions
 from heloco.inner.stacked_loss import StackedLoss
 from heloco.inner.table import Table
@@ -44,8 +45,10 @@ class Stack:
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.data: Any = None
         self.rows: Tensor | None = None
+        self.busy = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._move = torch.compile(adamw_move, dynamic=True) if device.type == "cuda" else adamw_move
+        self._done: torch.cuda.Event | None = None
+        self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq, options)
 
     # ---- load
 
@@ -82,7 +85,8 @@ class Stack:
             for group in (self.parameters, self.exp_avg, self.exp_avg_sq):
                 old = group[index]
                 group[index] = old.new_zeros(self.size, rows, *old.shape[2:]).requires_grad_(old.requires_grad)
-            self._graph = None  # it knew the old one
+            self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq, self.options)
+            self._graph = None  # it knew the old ones
 
     def _load_state(self, jobs: Sequence["Job"]) -> None:
         torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.taken])
@@ -121,12 +125,27 @@ class Stack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
+        self._adamw.recorded()
         self._graph = graph
 
-    def run(self, steps: int) -> None:
-        step = self._graph.replay if self._graph is not None else self._step
-        for _ in range(steps):
-            step()
+    def begin(self, steps: int) -> None:
+        """Runs the steps. On a GPU they go on a stream of their own: the host, and the GPU beside them, can do other things."""
+        self.busy = True
+        if self._graph is None:
+            for _ in range(steps):
+                self._step()
+            return
+        aside = _second_stream(self.device)
+        aside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(aside):
+            for _ in range(steps):
+                self._graph.replay()
+            self._done = aside.record_event()
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            self._done.synchronize()
+        self.busy = False
 
     def _step(self) -> None:
         options = self.options
@@ -145,18 +164,14 @@ class Stack:
             self.taken += active
             if options.clip:
                 gradients = clipped(gradients, options.clip)
-            factors = torch.stack([*adamw_factors(self.taken, lr, active, options), active])
-            for kind in {p.dtype for p in self.parameters}:  # one conversion for all blocks of a kind
-                own = factors.to(kind)[..., None]
-                for p, m, v, g in zip(self.parameters, self.exp_avg, self.exp_avg_sq, gradients, strict=True):
-                    if p.dtype is kind:
-                        self._move(flat_rows(p), flat_rows(m), flat_rows(v), flat_rows(g), own, options)
+            self._adamw.move(gradients, torch.stack([*adamw_factors(self.taken, lr, active, options), active]))
             self.at += 1
 
     # ---- results
 
     @torch.no_grad()
     def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
+        self._wait()
         traces = self.losses.T.tolist()
         return [self._contribution(s, job, traces[s][: job.round.inner_steps], data[s]) for s, job in enumerate(jobs)]
 
@@ -191,8 +206,9 @@ class Stack:
         return memory
 
 
-def flat_rows(block: Tensor) -> Tensor:
-    return block.detach().reshape(len(block), -1)
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def map_tensors(batch: Any, function: Any) -> Any:

@@ -10,7 +10,7 @@ tolerance (randomness inside the model, such as dropout, is drawn for the whole 
 On a GPU the whole inner step is one CUDA graph, replayed H times: data, learning rates and losses of the round stay there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,9 @@ from heloco.inner.stack import Stack
 from heloco.inner.stacked_loss import StackedLoss, stacked_loss
 from heloco.synchronizer import Contribution, Round
 from heloco.task import Task
+
+Results = Callable[[], list[Contribution]]
+"""To be called once: waits for the jobs that were begun and gives their contributions, in their order."""
 
 
 @dataclass(frozen=True)
@@ -61,61 +64,68 @@ class StackedInner:
         self.width = width
         self.model = task.build_model().to(self.device).train()
         self.loss: StackedLoss = stacked_loss(task, self.model)
-        self._stacks: dict[Any, Stack] = {}
+        self._stacks: list[Stack] = []
 
     def run(self, jobs: Sequence[Job]) -> list[Contribution]:
+        """Any number of jobs of any kinds."""
         done: dict[int, Contribution] = {}
         by_kind: dict[InnerOptions, list[int]] = {}
         for index, job in enumerate(jobs):
             by_kind.setdefault(job.kind, []).append(index)
-        for kind, indices in by_kind.items():
+        for indices in by_kind.values():
             # rounds of like length together: a stack runs as long as its longest
             waiting = sorted(indices, key=lambda i: -jobs[i].round.inner_steps)
             while waiting:
                 picked = waiting[: self.width]
-                found = self._try(kind, [jobs[i] for i in picked])
-                if found is None:
+                begun = self._try_to_begin([jobs[i] for i in picked])
+                if begun is None:
                     self.width = self._size(len(picked)) // 2
                     self._forget()
                     continue
-                done |= zip(picked, found, strict=True)
+                done |= zip(picked, begun(), strict=True)
                 waiting = waiting[len(picked) :]
         return [done[i] for i in range(len(jobs))]
 
-    def _try(self, kind: InnerOptions, jobs: list[Job]) -> list[Contribution] | None:
+    def begin(self, jobs: Sequence[Job]) -> Results:
+        """Begins at most `width` jobs of one kind. On a GPU the host is free until it asks for their results."""
+        begun = self._try_to_begin(list(jobs))
+        if begun is not None:
+            return begun
+        found = self.run(jobs)
+        return lambda: found
+
+    def _try_to_begin(self, jobs: list[Job]) -> Results | None:
         """None where memory does not suffice. (The exception keeps the stack alive as long as it is handled.)"""
+        steps = max(job.round.inner_steps for job in jobs)
+        data = [job.batches() for job in jobs]
         try:
-            return self._run(kind, jobs)
+            stack = self._stack(jobs[0].kind, self._size(len(jobs)), steps)
+            stack.load(jobs, data)
+            if not stack.recorded:
+                stack.record()
+                stack.load(jobs, data)
+            stack.begin(steps)
         except torch.OutOfMemoryError:
             if self._size(len(jobs)) == 1:
                 raise
             return None
-
-    def _run(self, kind: InnerOptions, jobs: list[Job]) -> list[Contribution]:
-        steps = max(job.round.inner_steps for job in jobs)
-        data = [job.batches() for job in jobs]
-        stack = self._stack(kind, len(jobs), steps)
-        stack.load(jobs, data)
-        if not stack.recorded:
-            stack.record()
-            stack.load(jobs, data)
-        stack.run(steps)
-        return stack.contributions(jobs, data)
+        return lambda: stack.contributions(jobs, data)
 
     def _stack(self, kind: InnerOptions, size: int, steps: int) -> Stack:
-        """A stack that has room for so many."""
-        size = self._size(size)
-        held = self._stacks.get(kind)
-        if held is None or held.size != size or held.steps < steps:
-            self._forget()  # one at a time: a stack fills the device
-            held = self._stacks[kind] = Stack(self.model, self.loss, kind, size, steps, self.device)
-        return held
+        """One that has room for so many and nothing to do."""
+        for stack in self._stacks:
+            if not stack.busy and (stack.options, stack.size) == (kind, size) and stack.steps >= steps:
+                return stack
+        self._forget()
+        self._stacks.append(Stack(self.model, self.loss, kind, size, steps, self.device))
+        return self._stacks[-1]
 
     def _size(self, jobs: int) -> int:
         """On a GPU one stack of the full width serves any number of jobs, so that its graph is recorded once."""
         return self.width if self.device.type == "cuda" else jobs
 
     def _forget(self) -> None:
-        self._stacks.clear()
+        """Gives the memory of idle stacks back: what is asked for next will not fit them."""
+        self._stacks = [stack for stack in self._stacks if stack.busy]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ LETTERS = {"kept": "k", "damped": "d", "turned": "t", "skipped": "s"}
 def record(
     arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float, numbers: bool = True
 ) -> dict[str, Any]:
-    """The line of an arrival. Without `numbers` only the cases of its blocks are on it: hundreds of runs at once keep them all."""
+    """The line of an arrival. Without `numbers` only the cases of its blocks are on it, for hundreds of runs at once."""
     line: dict[str, Any] = {
         "arrival": arrival.arrival,
         "verdict": arrival.verdict,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from heloco.errors import UserError, nearest
+from heloco.task.attention import attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +59,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.out(attend(qkv))
         fed: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
         return x + fed
 

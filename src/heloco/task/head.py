@@ -4,14 +4,13 @@ On a GPU, where matrix products may round their operands (TF32), the logits neve
 """
 
 import functools
-import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from heloco.task.rounding import may_round
 
 TOKENS_AT_ONCE = 256  # of one slice, in a tile of the gradient's kernel
 WIDTHS = (32, 64, 128)
@@ -24,90 +23,42 @@ SHARED_BYTES = {1: 163_840, 3: 229_376}  # what the gradient's kernel takes, by 
 def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(x wᵀ) at the target, token by token."""
     if fusable(x, words):
-        return _fused(x, words, targets)
+        fused: Tensor = _Fused.apply(x, words, targets)  # type: ignore[no-untyped-call]
+        return fused
     logits = product(x, words)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
 
 
 def fusable(x: Tensor, words: Tensor) -> bool:
-    """Whether the kernels serve these: float32 whose products may be rounded, on a GPU, of the sizes they are written for."""
+    """Whether the kernels serve these: they are written for some sizes."""
+    if x.shape[2] not in WIDTHS or not may_round(x, words):
+        return False
     training = torch.is_grad_enabled() and (x.requires_grad or words.requires_grad)
-    return (
-        _stages(x.device) > 0
-        and x.dtype is words.dtype is torch.float32
-        and torch.get_float32_matmul_precision() != "highest"
-        and not torch.is_autocast_enabled(x.device.type)
-        and x.shape[2] in WIDTHS
-        and (not training or x.shape[1] <= TOKENS_AT_ONCE)
-    )
+    return not training or (x.shape[1] <= TOKENS_AT_ONCE and _stages(x.device) > 0)
 
 
 @functools.cache
 def _stages(device: torch.device) -> int:
-    """How many tiles ahead the gradient's kernel can load on this device; 0: the kernels do not run there."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    held: int = properties.shared_memory_per_block_optin if properties.major >= 8 else 0  # type: ignore[attr-defined]
+    """How many tiles ahead the gradient's kernel can load on this device; 0: it does not fit there."""
+    held: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
     return max((stages for stages, needed in SHARED_BYTES.items() if needed <= held), default=0)
 
 
-def _fused(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
-    """∂words hangs on a branch whose value is 0, on a stream of its own: the backward pass that x goes on with need not wait."""
-    x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
-    if not torch.is_grad_enabled() or not (x.requires_grad or words.requires_grad):
-        return _losses(x, words, targets, mean=False)[0]
-    losses, level = _Losses.apply(x, words.detach(), targets)  # type: ignore[no-untyped-call]
-    if not words.requires_grad:
-        return losses  # type: ignore[no-any-return]
-    with _aside(x.device):
-        nothing = _WordsBranch.apply(words, x.detach(), targets, level)  # type: ignore[no-untyped-call]
-    return losses + nothing  # type: ignore[no-any-return]
-
-
-class _Losses(torch.autograd.Function):
+class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        losses, level, mean = _losses(x, words, targets, mean=True)
-        own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
-        context.save_for_backward(mean.sub_(own))
-        context.mark_non_differentiable(level)
-        return losses, level
+    def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
+        x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
+        training = any(context.needs_input_grad)
+        losses, level, mean = _losses(x, words, targets, mean=training)
+        if training:
+            own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
+            context.save_for_backward(x, words, targets, level, mean.sub_(own))
+        return losses
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        [difference] = context.saved_tensors
-        return gradient[..., None] * difference, None, None
-
-
-class _WordsBranch(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, words: Tensor, x: Tensor, targets: Tensor, level: Tensor) -> Tensor:
-        context.save_for_backward(words, x, targets, level)
-        return torch.zeros_like(level)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        words, x, targets, level = context.saved_tensors
-        return _words_gradient(x, words, targets, level, gradient.contiguous()), None, None, None
-
-
-@contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """On the device's second stream, beginning after what the first has to do; autograd then runs the backward pass there too."""
-    if device.type != "cuda":
-        yield
-        return
-    first, second = torch.cuda.current_stream(device), _second_stream(device)
-    second.wait_stream(first)
-    with torch.cuda.stream(second):
-        yield
-    first.wait_stream(second)
-
-
-@functools.cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, words, targets, level, difference = context.saved_tensors
+        return gradient[..., None] * difference, _words_gradient(x, words, targets, level, gradient.contiguous()), None
 
 
 def _firsts(words: Tensor) -> Tensor:

@@ -1,0 +1,64 @@
+"""Triton kernels: causal attention over windows short enough to be one tile, from packed q, k, v to packed gradients.
+
+A program has one head of one sequence: its scores never leave the multiprocessor, forwards or backwards, and nothing but q, k
+and v is kept in between.
+
+    p = softmax(q kᵀ / √D + mask),   o = p v
+    ∂v = pᵀ ∂o,   ∂p = ∂o vᵀ,   ∂s = p (∂p − Σ p ∂p) / √D,   ∂q = ∂s k,   ∂k = ∂sᵀ q
+
+Products are TF32, sums float32. The matrix units cut operands off after 10 bits of mantissa, so they are rounded before.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _product(a, b):
+    return tl.dot(_rounded(a), _rounded(b), input_precision="tf32")
+
+
+@triton.jit
+def _rounded(x):
+    """To the nearest number of TF32, half away from zero."""
+    return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _probabilities(q, k, t, length, scale):
+    scores = _product(q, tl.trans(k)) * scale
+    scores = tl.where((t[None, :] <= t[:, None]) & (t[None, :] < length), scores, float("-inf"))
+    p = tl.exp(scores - tl.max(scores, 1)[:, None])
+    return p / tl.sum(p, 1)[:, None]
+
+
+@triton.jit
+def attend_kernel(qkv, out, length, scale, HEADS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
+    n, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
+    here, width = (t < length)[:, None], HEADS * DEPTH
+    at = qkv + (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
+    q = tl.load(at, mask=here, other=0.0)
+    k = tl.load(at + width, mask=here, other=0.0)
+    v = tl.load(at + 2 * width, mask=here, other=0.0)
+    attended = _product(_probabilities(q, k, t, length, scale), v)
+    tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], attended, mask=here)
+
+
+@triton.jit
+def attend_gradient_kernel(qkv, gradient, found, length, scale, HEADS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
+    n, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
+    here, width = (t < length)[:, None], HEADS * DEPTH
+    place = (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
+    q = tl.load(qkv + place, mask=here, other=0.0)
+    k = tl.load(qkv + place + width, mask=here, other=0.0)
+    v = tl.load(qkv + place + 2 * width, mask=here, other=0.0)
+    do = tl.load(gradient + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], mask=here, other=0.0)
+    p = _probabilities(q, k, t, length, scale)
+    tl.store(found + place + 2 * width, _product(tl.trans(p), do), mask=here)
+    dp = _product(do, tl.trans(v))
+    ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
+    tl.store(found + place, _product(ds, k), mask=here)
+    tl.store(found + place + width, _product(tl.trans(ds), q), mask=here)
