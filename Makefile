@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 
-.PHONY: train test test-long lint bench setup setup-dev clean
+.PHONY: train test test-long lint bench bench-gpu setup setup-dev clean
 
 train: setup
 	$(BIN)/heloco train
@@ -24,6 +24,10 @@ bench: setup-dev
 	$(BIN)/python benchmarks/outer_step.py
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/simulation_overhead.py
+
+bench-gpu: setup-dev
+	$(BIN)/python benchmarks/outer_step_gpu.py
+	$(BIN)/python benchmarks/stack_gpu.py
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

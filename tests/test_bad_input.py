@@ -19,7 +19,7 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
     ("words", "says"),
     [
         ("trian", "There is no command 'trian'; did you mean 'train'?"),
-        ("qqq", "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods."),
+        ("qqq", "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, study."),
         ("", "The following arguments are required: COMMAND. See `heloco --help`."),
         ("train --metod mla", "There is no option --metod for `heloco train`; did you mean '--method'?"),
         ("train --inner-step=5", "There is no option --inner-step for `heloco train`; did you mean '--inner-steps'?"),

@@ -15,9 +15,12 @@ import heloco as package
 from conftest import evals, heloco
 from heloco.cli.flags import given_fields
 from heloco.cli.main import parser
+from heloco.cli.study import split_names
 from heloco.engine.simulate import simulate
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import FIELDS, RECIPES
+from heloco.study.grid import grid
+from heloco.study.spec import load_study, names
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -141,7 +144,7 @@ def test_the_two_commands_are_there_and_make_knows_them(readme):
 
 def test_every_command_parses(readme):
     found = commands(readme, "heloco")
-    assert {words[0] for words in found} >= {"train", "resume", "eval", "export", "schedule", "methods"}
+    assert {words[0] for words in found} >= {"train", "resume", "eval", "export", "schedule", "methods", "study"}
     for words in found:
         if "--help" in words:
             assert heloco(*words).code == 0
@@ -151,9 +154,29 @@ def test_every_command_parses(readme):
             resolve(with_fields(RunConfig(), RECIPES[parsed.recipe] | given_fields(parsed)))
 
 
+def test_every_study_has_the_rows_and_methods_that_are_asked_for(readme):
+    found = [parser().parse_all(words) for words in commands(readme, "heloco") if words[0] == "study"]
+    named = [parsed for parsed in found if parsed.study in names()]
+    assert named
+    for parsed in named:
+        rows, methods = split_names(parsed.rows, ";"), split_names(parsed.methods, ",")
+        assert grid(load_study(parsed.study), scale=parsed.scale, seeds=int(parsed.seeds), rows=rows, methods=methods)
+
+
+def test_a_study_of_ones_own_runs(readme, tmp_path):
+    [own] = [block.text for block in code_blocks(readme) if block.language == "toml"]
+    path = tmp_path / "mine.toml"
+    path.write_text(own)
+    study = load_study(str(path))
+    assert grid(study, scale="paper", seeds=1)
+    done = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert (tmp_path / "results-small" / "mine" / "index.html").exists()
+
+
 def test_commands_that_need_nothing_run(readme):
     for words in commands(readme, "heloco"):
-        if words[0] in ("schedule", "methods"):
+        if words[0] in ("schedule", "methods") or "--list" in words:
             assert heloco(*words).code == 0, words
 
 

@@ -295,3 +295,22 @@ def test_adamw_in_one_launch(width: int, monkeypatch: pytest.MonkeyPatch) -> Non
         for x, start, y in zip(group, before, theirs, strict=True):
             torch.testing.assert_close(x.cpu().double(), y, rtol=3e-6, atol=1e-6)
             assert torch.equal(x[2].cpu(), start[2])  # not active: it stays as it is
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_full_gpu_halves_the_stack_and_goes_on() -> None:
+    task, options = kernel_sized(), InnerOptions(batch_size=2, lr=3e-3, schedule_steps=40, adam_eps=1e-4)
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + 300_000_000
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        inner = StackedInner(task, device="cuda", width=1024)
+        jobs = jobs_of(task, options, [2, 1])
+        for job in jobs:
+            job.round.parameters = [p.cuda() for p in job.round.parameters]
+        narrow = inner.run(jobs)
+        assert inner.width < 1024
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for ours, theirs in zip(narrow, StackedInner(task, device="cuda", width=2).run(jobs), strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)

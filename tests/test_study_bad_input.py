@@ -148,6 +148,13 @@ def test_a_folder_that_belongs_to_something_else_is_refused(tmp_path, tiny):
         refused(tmp_path, tiny, *SMALL, "--out", tmp_path / out, says=says)
 
 
+def test_where_no_folder_is_named_each_scale_has_its_own(tmp_path, tiny):
+    assert heloco("study", tiny, *SMALL, cwd=tmp_path).code == 0
+    assert heloco("study", tiny, "--seeds", "1", "--data", "builtin", "--device", "cpu", cwd=tmp_path).code == 0
+    found = {out: json.loads((tmp_path / out / "tiny" / "study.json").read_text()) for out in ("results", "results-small")}
+    assert [found[out]["scale"] for out in found] == ["paper", "small"]
+
+
 def test_results_of_another_scale_or_other_data_are_not_overwritten(tmp_path, tiny):
     out = tmp_path / "results"
     done(tiny, out)
@@ -194,6 +201,11 @@ def test_a_damaged_or_foreign_run_is_named(tmp_path, tiny):
         ("mla = {}", "mlaa = {}", "There is no method 'mlaa'; did you mean 'mla'?"),
         ("mla = {}", 'mla = { rows = ["1,1"] }', "there is no row '1,1'; did you mean '1,1,1,1,1'?"),
         ("[1, 1, 1, 1, 1]", '"fast"', "paces cannot be 'fast'"),
+        (
+            "mla = {}",
+            "sync-nesterov = { eval_every = 7 }",
+            "eval_every is 7, but sync-nesterov waits for all 5 workers: give a multiple of 5.",
+        ),
         ('kind = "losses"', 'kind = "loses"', "kind cannot be 'loses'; did you mean 'losses'?"),
         ('title = "Losses"', "", "a table has no title: give one."),
         ('title = "Losses"', 'title = "Losses"\nbaseline = "sgd"', "there is no method 'sgd'"),

@@ -27,7 +27,7 @@ def add_study_flags(made: Parser) -> None:
     add("--seeds", "N", "how many seeds, from 0 on [3]", default="3")
     add("--rows", "X;X;…", 'only these rows: "1,6,6,6,6;1,1,1,1,1", or the flag repeated [all]', action="append")
     add("--methods", "X,X,…", "only these methods [all]", action="append")
-    add("--out", "DIR", "where results and finished runs are kept [results]", type=Path, default=Path("results"))
+    add("--out", "DIR", "where results and finished runs are kept [results; small: results-small]", type=Path)
     add("--scale", "{paper,small}", "the paper's size, or small: minutes on two CPU cores [paper]", default="paper")
     add("--device", "TEXT", "cpu, cuda, or auto: a GPU where there is one [auto]", default="auto")
 
@@ -52,7 +52,7 @@ def study(parsed: argparse.Namespace) -> int:
         )
     pick_device(parsed.device)  # a device that is not there is told before the data is prepared
     chosen = load_study(parsed.study)
-    folder = Folder(parsed.out, chosen.name)
+    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
     folder.check_ours()
     plan = plan_of(parsed, chosen)
     folder.check_same(plan)

@@ -80,7 +80,7 @@ def picked(parts: Mapping[str, Part], asked: Sequence[str], what: str, study: St
 def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, Any]) -> Place:
     values = {**_settings(study, scale), **row.at(scale), **method.at(scale), **settings}
     config = _resolved(values)
-    run, stretch = once_for_all_paces(config)
+    run, stretch = once_for_all_paces(config, every_round="eval_every" not in method.at(scale))
     sources = len(values.get("paces", config.workers.paces))
     return Place(row.name, method.name, 0, _without_idle_settings(run), tuple(config.workers.paces), sources, stretch)
 
@@ -95,19 +95,25 @@ def _resolved(values: Mapping[str, Any]) -> RunConfig:
     return resolve(with_fields(RunConfig(), {**values, **repeated}))
 
 
-def once_for_all_paces(config: RunConfig) -> tuple[RunConfig, float]:
+def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[RunConfig, float]:
     """The run that stands for this one whatever its paces, and how its time is to be stretched.
 
     Behind a barrier everybody starts from the same parameters and nobody's contribution counts before the slowest is there: the
-    paces only say how long a round takes. So one run with all paces 1, evaluated after every round, serves all rows:
-    T(n rounds) = n · H · slowest pace. (Under DyLU the paces decide the steps, and then they matter; a grace period
-    adds to the time what is no multiple of it.)
+    paces only say how long a round takes. So one run with all paces 1 serves all rows: T(n rounds) = n · H · slowest pace. It is
+    evaluated after every round, so that its loss is known at any time, unless the method itself says after how many arrivals.
+    (Under DyLU the paces decide the steps, and then they matter; a grace period adds to the time what is no multiple of it.)
     """
     workers = config.workers
     if not get_method(config.outer.method).barrier or workers.steps != "constant" or workers.grace_s:
         return config, 1.0
-    equal = replace(workers, paces=[1.0] * len(workers.paces))
-    return replace(config, workers=equal, run=replace(config.run, eval_every=len(workers.paces))), max(workers.paces)
+    count = len(workers.paces)
+    every = count if every_round else config.run.eval_every
+    if every % count:
+        raise UserError(
+            f"eval_every is {every}, but {config.outer.method} waits for all {count} workers: give a multiple of {count}."
+        )
+    equal = replace(workers, paces=[1.0] * count)
+    return replace(config, workers=equal, run=replace(config.run, eval_every=every)), max(workers.paces)
 
 
 def _without_idle_settings(config: RunConfig) -> RunConfig:
