@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from heloco.outer import MLA, HeLoCo, Nesterov, NotFinite
-from heloco.outer.kernels import native, portable
+from heloco.outer.kernels import alike, native, portable
 from test_outer_correction import algorithm_2
 
 STRIPE = 4096  # native.c flushes its sums to double every so many elements
@@ -120,7 +120,7 @@ def test_the_number_of_threads_does_not_show_in_any_bit(dtype: torch.dtype, thre
         threads(count)
         p, m, u = blocks([*SIZES, 20 * native.SPAN + 3], dtype)
         passes = native.Passes(p, m, u)
-        sums = passes.statistics()
+        sums = passes.statistics().tolist()
         passes.update([RULE] * len(p))
         results.append((sums, p, m))
     (sums, p, m), *others = results
@@ -161,6 +161,15 @@ def test_compiled_kernels_serve_plain_contiguous_blocks_of_one_precision() -> No
     assert not native.serves(x.half())
     assert not native.serves(x.to("meta"))
     assert not native.serves(x.as_subclass(Wrapped))
+
+
+def test_the_first_tensor_speaks_for_plain_contiguous_ones_of_one_precision_and_device() -> None:
+    x = torch.ones(3, 3)
+    assert alike([x]) and alike([x, torch.nn.Parameter(x), torch.ones(()), torch.ones(0, 2), x[1:]])
+    assert alike([x.bfloat16(), x.bfloat16()]) and alike([x.to("meta"), x.to("meta")])
+    for other in (x.double(), x.half(), x.t()[:2], x[:, ::2], x.to("meta"), x.as_subclass(Wrapped)):
+        assert not alike([x, other]) and not alike([other, x])
+    assert not alike([])
 
 
 UNSERVED = {

@@ -228,6 +228,20 @@ def test_weighted_nesterov_is_torchs_sgd_over_weighted_pseudo_gradients() -> Non
     assert_same(left, run(sgd, theirs, [[0.3 * x for x in delta] for delta in deltas]))
 
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.float64,), (torch.float32, torch.float64)], ids=str)
+def test_weighted_nesterov_over_small_blocks_is_torchs_sgd_to_the_bit(
+    dtypes: tuple[torch.dtype, ...], fused: bool | None
+) -> None:
+    """However torch goes through them: contiguous blocks all at once, in one precision or in two, with and without dimensions."""
+    ours, theirs = ([p for dtype in dtypes for p in parameters(dtype)[:5]] for _ in range(2))
+    nesterov, sgd = Nesterov(ours, fused=fused), torch.optim.SGD(theirs, lr=0.7, momentum=0.9, nesterov=True, foreach=False)
+    for deltas in arrivals(ours, 5):
+        assert_same(run(nesterov, ours, [deltas], weight=0.3), run(sgd, theirs, [[0.3 * x for x in deltas]]))
+        assert_same(momenta(nesterov, ours), momenta(sgd, theirs))
+        assert_same([p.grad for p in ours if p.grad is not None], deltas)  # nothing was added to what was handed in
+
+
 def test_without_momentum_nesterov_and_mla_are_plain_descent() -> None:
     for rule in (Nesterov, MLA):
         ours, theirs = parameters(), parameters()
@@ -631,6 +645,67 @@ def test_step_returns_nothing_without_a_closure_and_leaves_the_pseudo_gradient()
     feed(params, deltas)
     assert HeLoCo(params).step(weight=0.3) is None
     assert_same([p.grad for p in params if p.grad is not None], deltas)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_pseudo_gradients_can_be_handed_over_instead(rule: str, dtype: torch.dtype) -> None:
+    ours, theirs = parameters(dtype), parameters(dtype)
+    handed, fed = RULES[rule](grouped(ours, [{}, {"lr": 0.1}])), RULES[rule](grouped(theirs, [{}, {"lr": 0.1}]))
+    order, calls = [p for group in handed.param_groups for p in group["params"]], []
+    handed.register_step_post_hook(lambda *_: calls.append(len(calls)))
+    own = torch.ones_like(ours[0])
+    ours[0].grad = own.clone()
+    for deltas in arrivals(ours, 4):
+        before = dict(zip(ours, deltas, strict=True))
+        copies = [delta.clone() for delta in deltas]
+        handed.step(weight=0.6, pseudo_gradients=[before[p] for p in order])
+        assert_same(deltas, copies)
+        assert_same([p.detach() for p in ours], run(fed, theirs, [deltas], weight=0.6))
+        assert_same(momenta(handed, ours), momenta(fed, theirs))
+        assert (handed.outcomes, handed.movements) == (fed.outcomes, fed.movements)
+    assert calls == [0, 1, 2, 3]  # what torch hangs on to a step goes on
+    assert ours[0].grad is not None and all(p.grad is None for p in ours[1:])
+    assert_same([ours[0].grad], [own])
+
+
+@every_rule
+def test_pseudo_gradients_are_brought_to_the_precision_of_the_parameters(rule: str) -> None:
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    handed, fed = RULES[rule](ours), RULES[rule](theirs)
+    for deltas in arrivals(parameters(), 3):
+        mixed = [delta.bfloat16() if i % 2 else delta for i, delta in enumerate(deltas)]
+        handed.step(pseudo_gradients=mixed)
+        assert_same([p.detach() for p in ours], run(fed, theirs, [[delta.float() for delta in mixed]]))
+
+
+@every_rule
+def test_pseudo_gradients_of_other_shapes_are_refused_and_change_nothing(rule: str) -> None:
+    params = parameters()
+    optimizer = RULES[rule](params)
+    [deltas] = arrivals(params, 1)
+    for wrong in (deltas[:-1], [*deltas, deltas[0]], [deltas[0].t(), *deltas[1:]], [deltas[0].reshape(-1), *deltas[1:]]):
+        with pytest.raises(ValueError, match="of the parameters' shapes"):
+            optimizer.step(pseudo_gradients=wrong)
+    assert_same([p.detach() for p in params], [p.detach() for p in parameters()])
+    assert not optimizer.state
+
+
+@every_rule
+def test_a_parameter_that_lies_otherwise_from_one_step_to_the_next_is_followed(rule: str) -> None:
+    """The same tensor over other memory, and over the same memory in another order."""
+    square = torch.arange(9, dtype=torch.float32).reshape(3, 3)
+    ours, theirs = ([torch.nn.Parameter(square.clone()), torch.nn.Parameter(torch.ones(4))] for _ in range(2))
+    left, right = RULES[rule](ours), RULES[rule](theirs, **{"fused": False} if rule == "nesterov" else {})
+    for t, deltas in enumerate(arrivals(ours, 4)):
+        run(left, ours, [deltas], weight=0.5)
+        run(right, theirs, [deltas], weight=0.5)
+        torch.testing.assert_close(ours[0].detach(), theirs[0].detach(), rtol=1e-5, atol=1e-5)
+        if t == 0:
+            ours[0].data = ours[0].data.clone()
+        else:
+            for p in (ours[0], theirs[0]):
+                p.data = p.data.t() if p is ours[0] else p.data.t().contiguous()
 
 
 def test_a_block_against_a_known_momentum_takes_the_printed_numbers() -> None:

@@ -491,6 +491,22 @@ def test_a_pseudo_gradient_in_half_precision_is_added_in_the_models():
     torch.testing.assert_close(synchronizer.parameters[0], expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_a_contribution_and_the_parameters_gradients_stay_as_they_are(method):
+    synchronizer = build(method, workers=2)
+    own = torch.full_like(synchronizer.parameters[0], 3.0)
+    synchronizer.parameters[0].grad = own.clone()
+    draw = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        for handed in [synchronizer.dispatch(worker) for worker in range(2)]:
+            deltas = random_deltas(draw)
+            copies = [delta.clone() for delta in deltas]
+            synchronizer.receive(answer(handed, deltas))
+            assert same(deltas, copies)
+    grads = [p.grad for p in synchronizer.parameters]
+    assert torch.equal(grads[0], own) and grads[1:] == [None] * (len(grads) - 1)
+
+
 # ---- state
 
 

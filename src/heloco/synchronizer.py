@@ -10,6 +10,7 @@ outer rule), the buffers, who holds which round, and the ledger of the data. Its
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -217,7 +218,7 @@ class Synchronizer:
             (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
             (self.buffers, contribution.buffers, "buffers do"),
         ):
-            if [t.shape for t in ours] != [t.shape for t in theirs]:
+            if list(map(_shape, ours)) != list(map(_shape, theirs)):
                 return f"the {what} not have the model's shapes"
         if not _fit(self.buffers, contribution.buffers):
             return "the buffers hold NaN or Inf"
@@ -227,13 +228,9 @@ class Synchronizer:
         """One outer step; False, and nothing has changed, where the pseudo-gradient is not finite."""
         assert self.outer is not None
         try:
-            for p, delta in zip(self.parameters, pseudo_gradient, strict=True):
-                p.grad = delta.to(p.device, p.dtype)
-            self.outer.step(weight=weight)
+            self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient)
         except NotFinite:
             return False
-        finally:
-            self.outer.zero_grad(set_to_none=True)
         self._start = None
         return True
 
@@ -336,6 +333,9 @@ class Synchronizer:
             "gathered": self._gathered,
             "gathered_buffer": self._gathered_buffers,
         }
+
+
+_shape = attrgetter("shape")
 
 
 def _squarable(deltas: Sequence[Tensor], parameters: Sequence[Tensor], share: float) -> bool:

@@ -43,6 +43,7 @@ def study(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
+    chosen = load_study(parsed.study)
     if parsed.scale not in SCALES:
         raise UserError(f"There is no scale {parsed.scale!r}; {nearest(parsed.scale, SCALES)}")
     if parsed.data is None and parsed.scale == "paper":
@@ -51,7 +52,6 @@ def study(parsed: argparse.Namespace) -> int:
             "`--scale small` needs none."
         )
     pick_device(parsed.device)  # a device that is not there is told before the data is prepared
-    chosen = load_study(parsed.study)
     folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
     folder.check_ours()
     plan = plan_of(parsed, chosen)

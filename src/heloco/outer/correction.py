@@ -17,12 +17,16 @@ The paper's text and its authors' public code differ in λ and in when the arriv
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypedDict, Unpack
+from functools import lru_cache, partial
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
+import numpy as np
 from torch import Tensor
 
 from . import kernels
+from .kernels import NO_CORRECTION, Law, Numbers
 
 Case = Literal["kept", "damped", "turned", "skipped"]
 CASES: tuple[Case, ...] = ("kept", "damped", "turned", "skipped")
@@ -93,29 +97,67 @@ class Outcome(NamedTuple):
 
 def combine(uu: float, mm: float, um: float, correction: Correction | None, weight: float = 1.0) -> tuple[float, float, Outcome]:
     """(a, b, outcome) such that G = a·Δ + b·m, from a block's sums Δ·Δ, m·m, Δ·m. Without a correction: a = ρ, b = 0."""
-    eps = 1e-8 if correction is None else correction.eps
-    before = weight if correction is not None and correction.weigh == "before" else 1.0
-    after = 1.0 if correction is not None and correction.weigh == "before" else weight
-    norms = math.sqrt(uu), math.sqrt(mm)
-    u, v = before * norms[0], norms[1]  # ‖Δ‖ (‖ρΔ‖ when weighed before) and ‖m‖
+    a, b, [outcome] = combine_all(np.array([[uu, mm, um]]), np.array([law(correction, weight)], dtype=np.float64).T)
+    return float(a[0]), float(b[0]), outcome
 
-    if u < eps or v < eps or u * v == 0:
-        return weight, 0.0, Outcome("skipped", None, None, 0.0, *norms)
-    c = max(-1.0, min(1.0, before * um / (u * v)))
+
+@lru_cache(maxsize=64)
+def law(correction: Correction | None, weight: float) -> Law:
+    """A correction and the arrival weight ρ in numbers alone, still without the rule's own (lr, mu, gain)."""
     if correction is None:
-        return weight, 0.0, Outcome("kept", c, None, 0.0, *norms)
-    conf = u / (u + correction.kappa * v + eps)
-    if c >= correction.c_ok:
-        return weight, 0.0, Outcome("kept", c, conf, 0.0, *norms)
-    if c < 0:
-        beta = min(correction.k_s * -c * conf, correction.beta_max)
-        return weight, after * (-beta * c * u / v), Outcome("damped", c, conf, beta, *norms)
-    ramp = (correction.c_ok - c) / (correction.c_ok - correction.c_bad)
-    slope = 1 - c if correction.reorient == "printed" else ramp
-    lam = min(correction.k_d * slope * conf, 1.0)
-    length = math.sqrt((1 - lam) ** 2 + lam**2 + 2 * lam * (1 - lam) * c)  # ‖ũ‖ of two unit vectors at cosine c
-    length = max(length, eps)
-    return weight * (1 - lam) / length, after * (lam * u / (v * length)), Outcome("turned", c, conf, lam, *norms)
+        return NO_CORRECTION._replace(weight=weight)
+    before, after = (weight, 1.0) if correction.weigh == "before" else (1.0, weight)
+    constants = {name: getattr(correction, name) for name in ("c_ok", "k_s", "k_d", "kappa", "beta_max", "eps", "c_bad")}
+    ramp = correction.reorient == "ramp"
+    return NO_CORRECTION._replace(weight=weight, before=before, after=after, ramp=ramp, **constants)
+
+
+@np.errstate(all="ignore")  # a block that is skipped has no cosine
+def combine_all(sums: Numbers, laws: Numbers) -> tuple[Numbers, Numbers, list[Outcome]]:
+    """`combine` for all blocks at once: (a, b, outcomes) from rows of sums, and columns of the fields of laws."""
+    of, um, (pseudo_gradient_norm, momentum_norm) = Law(*laws), sums[:, 2], np.sqrt(sums[:, :2]).T
+    u, v = of.before * pseudo_gradient_norm, momentum_norm  # ‖Δ‖ (‖ρΔ‖ when weighed before) and ‖m‖
+    uv = u * v
+    c = np.fmax(np.fmin(of.before * um / uv, 1.0), -1.0)  # 1 where there is none, for the momentum is not finite
+    conf = u / (u + of.kappa * v + of.eps)
+
+    skipped = (np.fmin(u, v) < of.eps) | (uv == 0)
+    corrected = (c < of.c_ok) & ~skipped
+    a, b, strength, case = np.array(of.weight), np.zeros(len(sums)), np.zeros(len(sums)), 3 * skipped
+    if corrected.any():
+        opposed = c < 0
+        for chosen, number, change in ((corrected & opposed, 1, _damp), (corrected & ~opposed, 2, _turn)):
+            case[chosen] = number
+            some, of_some = (u[chosen], v[chosen], c[chosen], conf[chosen]), Law(*laws[:, chosen])
+            a[chosen], b[chosen], strength[chosen] = change(*some, of_some)
+
+    cosines, confidences = c.tolist(), conf.tolist()
+    for i in np.flatnonzero(skipped).tolist():
+        cosines[i] = confidences[i] = None
+    for i in np.flatnonzero(of.c_ok == -math.inf).tolist():
+        confidences[i] = None
+    cases = map(CASES.__getitem__, case.tolist())
+    columns = cases, cosines, confidences, strength.tolist(), pseudo_gradient_norm.tolist(), momentum_norm.tolist()
+    return a, b, list(map(_outcome, zip(*columns, strict=True)))
+
+
+def _damp(u: Numbers, v: Numbers, c: Numbers, conf: Numbers, of: Any) -> tuple[Numbers, Numbers, Numbers]:
+    """(a, b, β) of blocks that oppose the momentum. `of` is their laws, each field an array."""
+    beta = np.minimum(of.k_s * -c * conf, of.beta_max)
+    return of.weight, of.after * (-beta * c * u / v), beta
+
+
+def _turn(u: Numbers, v: Numbers, c: Numbers, conf: Numbers, of: Any) -> tuple[Numbers, Numbers, Numbers]:
+    """(a, b, λ) of blocks that agree weakly with the momentum."""
+    slope = np.where(of.ramp, (of.c_ok - c) / (of.c_ok - of.c_bad), 1 - c)
+    lam = np.minimum(of.k_d * slope * conf, 1.0)
+    squares = np.array([(1 - x) ** 2 + x**2 for x in lam.tolist()])  # numpy's may differ from Python's in the last bit
+    length = np.sqrt(squares + 2 * lam * (1 - lam) * c)  # ‖ũ‖ of two unit vectors at cosine c
+    length = np.maximum(length, of.eps)
+    return of.weight * (1 - lam) / length, of.after * (lam * u / (v * length)), lam
+
+
+_outcome: Callable[[tuple[Any, ...]], Outcome] = partial(tuple.__new__, Outcome)  # `_make` without a call in Python for each
 
 
 def correct(pseudo_gradient: Tensor, momentum: Tensor, *, weight: float = 1.0, **constants: Unpack[Constants]) -> Tensor:
@@ -134,5 +176,5 @@ def examine(
             f"pseudo_gradient has shape {tuple(pseudo_gradient.shape)} and momentum {tuple(momentum.shape)}: they must be alike."
         )
     u, m = pseudo_gradient.detach(), momentum.detach()
-    [(uu, mm, um)] = kernels.Passes([m], [m], [u]).statistics()
+    [(uu, mm, um)] = kernels.Passes([m], [m], [u]).statistics().tolist()
     return combine(uu, mm, um, Correction(**constants), weight)

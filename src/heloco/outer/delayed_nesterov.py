@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .kernels import Passes
-from .optimizer import Block, OuterOptimizer
+from .optimizer import Blocks, OuterOptimizer
 
 
 class DelayedNesterov(OuterOptimizer):
@@ -29,17 +29,17 @@ class DelayedNesterov(OuterOptimizer):
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
 
-    def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:  # noqa: ARG002
-        moved = [self._move(block).to(blocks[0].parameter.device) for block in blocks]
+    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:  # noqa: ARG002
+        each = zip(blocks.parameters, blocks.momenta, blocks.pseudo_gradients, blocks.group_of, blocks.a.tolist(), strict=True)
+        moved = [self._move(p, m, u, self.param_groups[i], a).to(blocks.parameters[0].device) for p, m, u, i, a in each]
         return [float(x) for x in torch.stack(moved).tolist()] if moved else []  # one transfer from a GPU
 
-    def _move(self, block: Block) -> Tensor:
-        p, m, group = block.parameter, block.momentum, block.group
+    def _move(self, p: Tensor, m: Tensor, pseudo_gradient: Tensor, group: dict[str, Any], rho: float) -> Tensor:
         n, c, mu, lr = group["delay"], group["c"], group["momentum"], group["lr"]
         state = self.state[p]
         total = state.setdefault("pseudo_gradient_sum", torch.zeros_like(m))
         state["arrivals"] = state.get("arrivals", 0) + 1
-        step = block.pseudo_gradient.to(m.dtype) * block.a
+        step = pseudo_gradient.to(m.dtype) * rho
         total.add_(step)
         share = c
         if state["arrivals"] % n == 0:

@@ -8,6 +8,7 @@
 An outer rule like the others: it fits any DiLoCo that takes a torch optimizer.
 """
 
+from functools import lru_cache
 from typing import Any, Literal
 
 from .correction import Correction
@@ -44,4 +45,10 @@ class HeLoCo(MLA):
             self._correction(group)  # refuses constants outside their range
 
     def _correction(self, group: dict[str, Any]) -> Correction:
-        return Correction(**{name: group[name] for name in CONSTANTS})
+        return _checked(*(group[name] for name in CONSTANTS))
+
+
+@lru_cache(maxsize=64)
+def _checked(*constants: Any) -> Correction:
+    """The same in every step: looked at once."""
+    return Correction(**dict(zip(CONSTANTS, constants, strict=True)))

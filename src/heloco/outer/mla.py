@@ -11,15 +11,17 @@ the second of the four rules that separate HeLoCo's parts.
 from typing import Any
 
 from .kernels import Passes
-from .optimizer import Block, OuterOptimizer, momentum_step
+from .optimizer import Blocks, OuterOptimizer, momentum_step
 
 
 class MLA(OuterOptimizer):
+    in_one_go = True
+
     def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, lookahead: bool = False) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "lookahead": lookahead})
 
     def _gain(self, group: dict[str, Any]) -> float:
         return 1 - float(group["momentum"])
 
-    def _apply(self, blocks: list[Block], passes: Passes) -> list[float]:
-        return momentum_step(blocks, [self._gain(block.group) for block in blocks], passes)
+    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:
+        return momentum_step(blocks, passes)

@@ -7,12 +7,13 @@ from operator import attrgetter
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from . import native, portable
 
-Sums = tuple[float, float, float]
-Rule = tuple[float, float, float, float, float]
+Numbers = npt.NDArray[np.float64]
 on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go through gpu.py; Triton's interpreter has others
 
 
@@ -38,7 +39,23 @@ class Law(NamedTuple):
     """Whether reorient is "ramp"."""
 
 
-NO_CORRECTION = Law(lr=0.0, mu=0.0, gain=0.0, weight=1.0, before=1.0, after=1.0, c_ok=-math.inf)  # G = ρΔ
+NO_CORRECTION = Law(lr=0.0, mu=0.0, gain=0.0, weight=1.0, before=1.0, after=1.0, c_ok=-math.inf, eps=1e-8)  # G = ρΔ
+
+
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether the first of these tensors speaks for all: plain, contiguous, of one dtype and on one device.
+
+    Asked of all at once, for a hundred small blocks take longer to look at one by one than to step.
+    """
+    return (
+        set(map(type, tensors)).issubset(native.PLAIN)
+        and len(set(map(_dtype, tensors))) == 1
+        and (all(map(_is_cpu, tensors)) or len(set(map(_device, tensors))) == 1)
+        and all(map(Tensor.is_contiguous, tensors))
+    )
+
+
+_dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
 
 
 class Passes:
@@ -49,41 +66,48 @@ class Passes:
     """
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
-        alike: dict[tuple[ModuleType, Hashable], list[int]] = {}
-        for index, block in enumerate(zip(parameters, momenta, pseudo_gradients, strict=True)):
-            alike.setdefault(_kernels(*block), []).append(index)
-        self._parts: list[tuple[Any, list[int]]] = [
-            (kernels.Passes(*(_pick(x, indices) for x in (parameters, momenta, pseudo_gradients))), indices)
-            for (kernels, _), indices in alike.items()
+        lists = (parameters, momenta, pseudo_gradients)
+        self.alike = all(map(alike, lists))
+        """Whether the first block speaks for all, as far as kernels are concerned."""
+        served: dict[tuple[ModuleType, Hashable], list[int]] = {}
+        for index, block in enumerate(zip(*lists, strict=True)):
+            served.setdefault(_kernels(*block), []).append(index)
+            if self.alike:
+                break
+        every = slice(None)
+        self._parts: list[tuple[Any, list[int] | slice]] = [
+            (kernels.Passes(*lists), every)
+            if len(served) == 1
+            else (kernels.Passes(*(_pick(x, indices) for x in lists)), indices)
+            for (kernels, _), indices in served.items()
         ]
         self._count = len(momenta)
         self.moved = False
         """Whether `step` was made."""
 
-    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> list[Sums] | None:
+    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> Numbers | None:
         """Both passes at once, each block's rule made out of its sums by its law, where one set of kernels can do that for all.
 
-        (Δ·Δ, m·m, Δ·m) of each block; or None, and nothing has happened, where the passes must be made one by one. If a Δ·Δ is
+        Δ·Δ, m·m and Δ·m of each block; or None, and nothing has happened, where the passes must be made one by one. If a Δ·Δ is
         not finite, nothing has changed.
         """
         if len(self._parts) != 1 or not hasattr(self._parts[0][0], "step"):
             return None
         self.moved = True
-        sums: list[Sums] = self._parts[0][0].step(laws, law_of)
+        sums: Numbers = self._parts[0][0].step(laws, law_of)
         return sums
 
-    def statistics(self) -> list[Sums]:
-        """(Δ·Δ, m·m, Δ·m) of each block."""
-        found = [(0.0, 0.0, 0.0)] * self._count
+    def statistics(self) -> Numbers:
+        """Δ·Δ, m·m and Δ·m of each block, a row each."""
+        found = np.zeros((self._count, 3))
         for passes, indices in self._parts:
-            for index, sums in zip(indices, passes.statistics(), strict=True):
-                found[index] = sums
+            found[indices] = passes.statistics()
         return found
 
-    def update(self, rules: Sequence[Rule]) -> None:
+    def update(self, rules: Numbers) -> None:
         """g = a·Δ + b·m, m = μm + gain·g, θ −= lr(g + μm) in place, for each block's rule (a, b, lr, μ, gain)."""
         for passes, indices in self._parts:
-            passes.update([rules[i] for i in indices])
+            passes.update(rules[indices])
 
 
 def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tuple[ModuleType, Hashable]:

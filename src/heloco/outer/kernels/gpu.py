@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NO_CORRECTION, Law, Rule, Sums
+from . import NO_CORRECTION, Law
 from .native import PLAIN
 
 CHUNK = 4096  # elements a program takes at once: 16 for each of its threads, in loads of 16 bytes
@@ -217,25 +217,24 @@ class Passes:
         self._blocks = len(momenta)
         self._device = momenta[0].device
         self._p, self._u = KINDS[parameters[0].dtype], KINDS[pseudo_gradients[0].dtype]
-        self._chunks, self._firsts = _cut(tuple([m.numel() for m in momenta]), self._device)
+        self._chunks, self._firsts = _cut(tuple(map(Tensor.numel, momenta)), self._device)
 
-    def statistics(self) -> list[Sums]:
-        """(u·u, m·m, u·m) of each block, with one transfer to the host for all of them."""
+    def statistics(self) -> npt.NDArray[np.float64]:
+        """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
         sums, _ = self._decide(self.table([NO_CORRECTION], [0] * self._blocks))
-        return [(uu, mm, um) for uu, mm, um in sums.tolist()]
+        return sums.cpu().numpy()
 
-    def update(self, rules: Sequence[Rule]) -> None:
+    def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-        self._update(self.table([], []), _upload(np.append(1.0, np.array(rules, dtype=np.float64)), self._device))
+        self._update(self.table([], []), _upload(np.append(1.0, np.asarray(rules, dtype=np.float64)), self._device))
 
-    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> list[Sums]:
+    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> npt.NDArray[np.float64]:
         """The whole step: the sums it was decided by. Nothing has changed if a pseudo-gradient's is not finite."""
-        sums = self.launch(self.table(laws, law_of))
-        return [(uu, mm, um) for uu, mm, um in sums.tolist()]
+        return self.launch(self.table(laws, law_of)).cpu().numpy()
 
     def table(self, laws: Sequence[Law], law_of: Sequence[int]) -> Tensor:
         """What the kernels need to know, in one transfer: the addresses of all p, m and u, the law of each block, the laws."""
-        addresses = [x.data_ptr() for tensors in self._tensors for x in tensors]
+        addresses = [address for tensors in self._tensors for address in map(Tensor.data_ptr, tensors)]
         numbers = np.array(laws, dtype=np.float64).reshape(-1)
         return _upload(np.append(np.array([*addresses, *law_of], dtype=np.int64), numbers.view(np.int64)), self._device)
 
@@ -272,7 +271,7 @@ def works(device: int) -> bool:
     """Whether the kernels can be compiled for the GPU of this number: Triton needs a C compiler, and a GPU it knows."""
     try:
         one = [torch.ones(1, device="cpu" if device < 0 else f"cuda:{device}")]
-        return Passes(one, one, one).statistics() == [(1.0, 1.0, 1.0)]
+        return bool((Passes(one, one, one).statistics() == 1).all())
     except Exception as problem:  # of many kinds, from the compiler to the driver
         warnings.warn(
             f"Outer steps on this GPU take torch's operations, which are slower: Triton says {problem!r}.", stacklevel=2

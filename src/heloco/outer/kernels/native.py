@@ -6,6 +6,7 @@ Built at installation where there is a C compiler; `available` is False where th
 import ctypes
 import importlib.util
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -51,30 +52,36 @@ def _call(name: str, dtype: torch.dtype, *arrays: npt.NDArray[np.generic], spans
     function(*(ctypes.c_void_p(a.ctypes.data) for a in arrays), ctypes.c_int64(spans), ctypes.c_void_p(last.ctypes.data))
 
 
+@lru_cache(maxsize=8)
+def _cut(sizes: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], ...]:
+    """The number of each block's first span, and of each span its block, where in it it begins, and its length."""
+    elements = np.array(sizes, dtype=np.int64)
+    counts = np.maximum(1, -(-elements // SPAN))
+    first = np.concatenate(([0], np.cumsum(counts)[:-1]))
+    block = np.repeat(np.arange(len(sizes)), counts)
+    offset = (np.arange(len(block)) - first[block]) * SPAN
+    return first, block, offset, np.minimum(SPAN, elements[block] - offset)
+
+
 class Passes:
     """Both passes over blocks of one dtype, cut into spans of at most SPAN elements: of each its block, length and beginning."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
-        sizes = np.array([m.numel() for m in momenta], dtype=np.int64)
-        counts = np.maximum(1, -(-sizes // SPAN))
-        self._first = np.concatenate(([0], np.cumsum(counts)[:-1]))
-        self._block = np.repeat(np.arange(len(sizes)), counts)
-        offset = (np.arange(len(self._block)) - self._first[self._block]) * SPAN
-        self._length = np.minimum(SPAN, sizes[self._block] - offset)
+        self._first, self._block, offset, self._length = _cut(tuple(map(Tensor.numel, momenta)))
         self._dtype = momenta[0].dtype
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
+        offset = offset * momenta[0].element_size()
         self._p, self._m, self._u = (
-            np.array([x.data_ptr() for x in tensors], dtype=np.int64)[self._block] + offset * momenta[0].element_size()
-            for tensors in self._tensors
+            np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)[self._block] + offset for tensors in self._tensors
         )
 
-    def statistics(self) -> list[tuple[float, float, float]]:
-        """(u·u, m·m, u·m) of each block."""
+    def statistics(self) -> npt.NDArray[np.float64]:
+        """u·u, m·m and u·m of each block, a row each."""
         parts = np.zeros((len(self._block), 3))
         _call("statistics", self._dtype, self._u, self._m, self._length, spans=len(parts), last=parts)
-        return [(uu, mm, um) for uu, mm, um in np.add.reduceat(parts, self._first).tolist()]
+        return np.add.reduceat(parts, self._first)
 
-    def update(self, rules: Sequence[tuple[float, float, float, float, float]]) -> None:
+    def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-        each = np.array(rules, dtype=np.float64)[self._block]
+        each = np.asarray(rules, dtype=np.float64).take(self._block, axis=0)  # which lie one behind the other, always
         _call("update", self._dtype, self._p, self._m, self._u, self._length, spans=len(each), last=each)

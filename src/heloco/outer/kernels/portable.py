@@ -5,6 +5,8 @@ On the CPU a block is worked on in pieces that fit the cache, so that no tempora
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,14 +34,13 @@ class Passes:
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
         self._blocks = list(zip(parameters, momenta, pseudo_gradients, strict=True))
 
-    def statistics(self) -> list[tuple[float, float, float]]:
-        """(u·u, m·m, u·m) of each block, with one transfer to the host for all of them."""
-        table = torch.stack([_statistics(u, m) for _, m, u in self._blocks])
-        return [(uu, mm, um) for uu, mm, um in table.tolist()]
+    def statistics(self) -> npt.NDArray[np.float64]:
+        """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
+        return np.array(torch.stack([_statistics(u, m) for _, m, u in self._blocks]).tolist())
 
-    def update(self, rules: Sequence[tuple[float, float, float, float, float]]) -> None:
+    def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-        for block, (a, b, lr, mu, gain) in zip(self._blocks, rules, strict=True):
+        for block, (a, b, lr, mu, gain) in zip(self._blocks, np.asarray(rules).tolist(), strict=True):
             for p, m, u in _pieces(*block):
                 g = torch.mul(u.to(m.dtype), a).add_(m, alpha=b)
                 m.mul_(mu).add_(g, alpha=gain)
