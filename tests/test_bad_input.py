@@ -1,5 +1,6 @@
 """Bad input: exit code 2, one sentence with the cause and the remedy, no traceback, and nothing on disk made or changed."""
 
+import shutil
 import signal
 from pathlib import Path
 
@@ -19,7 +20,10 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
     ("words", "says"),
     [
         ("trian", "There is no command 'trian'; did you mean 'train'?"),
-        ("qqq", "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, study."),
+        (
+            "qqq",
+            "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, study, report, compare, watch.",
+        ),
         ("", "The following arguments are required: COMMAND. See `heloco --help`."),
         ("train --metod mla", "There is no option --metod for `heloco train`; did you mean '--method'?"),
         ("train --inner-step=5", "There is no option --inner-step for `heloco train`; did you mean '--inner-steps'?"),
@@ -251,6 +255,36 @@ def test_data_for_a_run_of_images_is_refused(tmp_path, nursery):
     for command in ("eval", "resume"):
         says = "The run's images are drawn by code: leave --data out."
         refused(tmp_path, command, tmp_path / "run", "--data", tmp_path, says=says)
+
+
+# ---- looking at runs
+
+
+@pytest.mark.parametrize("command", ["report", "compare"])
+def test_runs_that_cannot_be_looked_at_are_refused(command, tmp_path, unbroken):
+    (tmp_path / "empty").mkdir()
+    for folder in ("missing", "empty"):
+        says = f"{folder} is no run folder (it has no config.toml): give the folder that `heloco train` named."
+        refused(tmp_path, command, unbroken(), folder, says=says)
+    refused(tmp_path, command, says="The following arguments are required: RUN.")
+    images, text = unbroken("--task", "images", "--arrivals", "4"), unbroken()
+    refused(tmp_path, command, text, images, says=f"{text} trains on the task language and {images} on images: give runs of one")
+    other = unbroken("--languages", "auren,vesnar", "--paces", "1,2")
+    refused(tmp_path, command, text, other, says=f"{text} and {other} were trained on different text or with different token")
+    fresh = Path(shutil.copytree(text, tmp_path / "fresh"))
+    (fresh / "evals.jsonl").unlink()
+    refused(tmp_path, command, fresh, says=f"Nothing has been evaluated yet in {fresh}: ")
+    (fresh / "run.json").write_text("{}")
+    refused(tmp_path, command, fresh, says="run.json was edited: blocks is missing.")
+    (fresh / "config.toml").write_text("[")
+    refused(tmp_path, command, fresh, says="config.toml cannot be read (")
+
+
+def test_a_report_that_cannot_be_written_is_refused(tmp_path, unbroken):
+    (tmp_path / "file").write_text("")
+    refused(tmp_path, "report", unbroken(), "--out", tmp_path, says=f"{tmp_path} is a folder: name the file to write")
+    refused(tmp_path, "report", unbroken(), "--out", "file/page.html", says="file/page.html cannot be written (")
+    refused(tmp_path, "report", unbroken(), "--out", "/proc/page.html", says="/proc/page.html cannot be written (")
 
 
 def test_evaluating_on_data_that_is_not_there_is_refused(tmp_path, unbroken):

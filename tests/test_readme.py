@@ -144,7 +144,8 @@ def test_the_two_commands_are_there_and_make_knows_them(readme):
 
 def test_every_command_parses(readme):
     found = commands(readme, "heloco")
-    assert {words[0] for words in found} >= {"train", "resume", "eval", "export", "schedule", "methods", "study"}
+    named = {"train", "resume", "eval", "export", "report", "watch", "compare", "schedule", "methods", "study"}
+    assert {words[0] for words in found} >= named
     for words in found:
         if "--help" in words:
             assert heloco(*words).code == 0

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import heloco
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
+from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.study import add_study_flags, study
+from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -52,11 +54,13 @@ def parser() -> Parser:
     made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
     made.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
     made.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    add_log_flag(made)
     add_config_flags(made)
 
     made = add("resume", resume, "Go on with a run that was stopped or killed.")
     made.add_argument("folder", type=Path, metavar="RUN")
     made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    add_log_flag(made)
 
     made = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
     made.add_argument("folder", type=Path, metavar="RUN")
@@ -82,10 +86,25 @@ def parser() -> Parser:
     made.add_argument("--json", action="store_true", help="print JSON")
 
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
+    add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
+    add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of virtual time."))
+    add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
     return top
 
 
 # ---- train and resume
+
+
+def add_log_flag(made: Parser) -> None:
+    made.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio")
+
+
+def logs_of(parsed: argparse.Namespace) -> list[str]:
+    from heloco.report.mirrors import check_mirrors
+
+    names = [name.strip() for name in parsed.log.split(",") if name.strip()]
+    check_mirrors(names)
+    return names
 
 
 def train(parsed: argparse.Namespace) -> int:
@@ -97,6 +116,7 @@ def train(parsed: argparse.Namespace) -> int:
 
     if parsed.recipe not in RECIPES:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
+    logs = logs_of(parsed)
     flags = given_fields(parsed)
     values = RECIPES[parsed.recipe] | (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
     config = resolve(with_fields(RunConfig(), values))
@@ -108,7 +128,7 @@ def train(parsed: argparse.Namespace) -> int:
     meta = describe(task, config, local.model)
     local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, meta)
     local.folder.start_writing(0, 0)
-    return carry_out(local, local.folder, meta)
+    return carry_out(local, local.folder, meta, logs)
 
 
 def resume(parsed: argparse.Namespace) -> int:
@@ -118,7 +138,7 @@ def resume(parsed: argparse.Namespace) -> int:
     from heloco.run import RunFolder
     from heloco.run.folder import CONFIG
 
-    folder = RunFolder.open(parsed.folder)
+    folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
     config, meta = folder.config(), folder.meta()
     if config.digest() != meta["config_digest"]:
         raise UserError(
@@ -142,7 +162,7 @@ def resume(parsed: argparse.Namespace) -> int:
         local.load(state, tensors)
     folder.start_writing(state["tape_bytes"], state["evals_bytes"])
     print(f"Resuming {folder.path} at arrival {local.synchronizer.arrivals} of {config.run.arrivals}.", flush=True)
-    return carry_out(local, folder, meta)
+    return carry_out(local, folder, meta, logs)
 
 
 def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
@@ -160,11 +180,12 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
         return build_task(config, progress)[0]
 
 
-def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any]) -> int:
+def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any], logs: list[str]) -> int:
     """Runs to the end or to a signal; prints what came out."""
     from rich.console import Console
 
     from heloco.engine.local import StopRequested
+    from heloco.report.mirrors import mirroring
     from heloco.report.summary import summarize
     from heloco.report.terminal import Progress, showing, tables
     from heloco.run.folder import EVALS, TAPE
@@ -180,9 +201,11 @@ def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any]) -> i
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with showing(Progress(summary, local.config.run.arrivals, console)) as progress:
-            local.observers.append(progress)
-            local.run()
+        with mirroring(logs, folder.path, asdict(local.config)) as mirrors:
+            local.observers += mirrors
+            with showing(Progress(summary, local.config.run.arrivals, console)) as progress:
+                local.observers.append(progress)
+                local.run()
     except StopRequested:
         print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
         return 128 + caught[0]

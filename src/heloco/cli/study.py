@@ -34,9 +34,10 @@ def add_study_flags(made: Parser) -> None:
 
 def study(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import pick_device
+    from heloco.report.tables import wide_console
     from heloco.study.output import Folder
     from heloco.study.spec import SCALES, load_study
-    from heloco.study.terminal import list_table, wide_console
+    from heloco.study.terminal import list_table
 
     if parsed.list:
         wide_console().print(list_table())
@@ -96,9 +97,10 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     from heloco.engine.build import pick_device
     from heloco.engine.local import StopRequested
     from heloco.report.figures import available
+    from heloco.report.tables import in_terminal, wide_console
     from heloco.study.output import PAGE, write_results
     from heloco.study.plan import carry_out as run_all
-    from heloco.study.terminal import Watching, table_in_terminal, wide_console
+    from heloco.study.terminal import Watching
 
     device = pick_device(parsed.device)
     missing = plan.missing(folder.store)
@@ -128,7 +130,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
         for each, handler in before.items():
             signal.signal(each, handler)
     for table in write_results(plan, folder):
-        console.print(table_in_terminal(table))
+        console.print(in_terminal(table))
     if not available():
         print('Without matplotlib there are no figures: pip install "heloco[figures]", then give the same command again.')
     print(f"The study's folder: {folder.path}. All on one page: {folder.path / PAGE}")

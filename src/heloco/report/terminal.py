@@ -51,11 +51,15 @@ class Progress:
         if self.live:
             self.live.update(self.panel())
         else:
-            loss = number(line["mean"].get("loss"))
-            self.console.print(
-                f"arrival {line['arrival']:>6}/{self.arrivals}  virtual {duration(line['time_s'])}  "
-                f"{line['units']:,} {self.summary.meta['unit']}  mean validation loss {loss}"
-            )
+            self.tell(line)
+
+    def tell(self, line: Record) -> None:
+        """An evaluation in one line."""
+        loss = number(line["mean"].get("loss"))
+        self.console.print(
+            f"arrival {line['arrival']:>6}/{self.arrivals}  virtual {duration(line['time_s'])}  "
+            f"{line['units']:,} {self.summary.meta['unit']}  mean validation loss {loss}"
+        )
 
     def panel(self) -> RenderableType:
         s = self.summary

@@ -7,8 +7,6 @@ tables.md, *.csv  the tables
 index.html        all of it on one page
 """
 
-import csv
-import io
 import json
 import re
 from collections.abc import Sequence
@@ -18,7 +16,8 @@ from typing import Any
 
 from heloco.errors import UserError
 from heloco.report.figures import available, draw
-from heloco.report.page import Cell, TableData, Text, write_page
+from heloco.report.page import TableData, Text, write_page
+from heloco.report.tables import as_csv, as_markdown
 from heloco.run.disk import disk_errors, write_atomically
 from heloco.study.budget import budget_summary, losses_at_row_times
 from heloco.study.curves import figures_of
@@ -150,29 +149,3 @@ def _json(content: Any) -> bytes:
 
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-
-
-# ---- tables as text
-
-
-def as_markdown(table: TableData) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
-
-    def shown(cell: Cell) -> str:
-        text = f"**{cell.text}**" if cell.tone == "best" else cell.text
-        return f"{text} ({cell.note})" if cell.note else text
-
-    lines = [line(table.header), line(["---"] * len(table.header)), *(line([shown(c) for c in row]) for row in table.rows)]
-    return "\n".join([f"## {table.title}", "", *lines, *(["", table.caption] if table.caption else [])])
-
-
-def as_csv(table: TableData) -> str:
-    """A column with notes has them in a column of their own behind it."""
-    noted = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
-    written = io.StringIO()
-    out = csv.writer(written, lineterminator="\n")
-    out.writerow([x for name, n in zip(table.header, noted, strict=True) for x in ((name, f"{name}, note") if n else (name,))])
-    for row in table.rows:
-        out.writerow([x for cell, n in zip(row, noted, strict=True) for x in ((cell.text, cell.note) if n else (cell.text,))])
-    return written.getvalue()

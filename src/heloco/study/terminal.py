@@ -1,28 +1,18 @@
 """A study in the terminal: how far it is, its tables, the list of all."""
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
-from rich.text import Text
 
-from heloco.report.page import TableData
 from heloco.report.terminal import duration, number
 from heloco.study.grid import Place, digest, grid, total_steps
 from heloco.study.records import RunRecord
 from heloco.study.spec import load_study, names
-
-WIDE = 170
-"""Columns where the output is no terminal: a table is not broken for want of room then."""
-
-
-def wide_console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
 class Watching(AbstractContextManager["Watching"]):
@@ -58,17 +48,6 @@ class Watching(AbstractContextManager["Watching"]):
         left = f"  ({self.left})" if self.left and not self._bar else ""
         line = f"run {self.ended:>4}/{self.runs}  seed {first.seed}  {rows}  {first.method}  {outcome}{left}"
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
-def table_in_terminal(data: TableData) -> Group:
-    """Notes under the numbers, the best green, the worst red; title and caption as wide as the terminal."""
-    styles = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "": ""}
-    table = Table()
-    for i, name in enumerate(data.header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in data.rows:
-        table.add_row(*(Text(cell.text, styles[cell.tone]) + Text(f"\n{cell.note}" if cell.note else "", "dim") for cell in row))
-    return Group(Text(f"\n{data.title}", "bold"), table, Text(data.caption, "dim"))
 
 
 def list_table() -> Table:

@@ -1,0 +1,79 @@
+"""`heloco report` and `heloco compare`: finished or running runs, looked at."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from heloco.cli.flags import Parser
+from heloco.errors import UserError, nearest
+
+FORMATS = ("table", "markdown", "csv")
+
+
+def add_report_flags(made: Parser) -> None:
+    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    made.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
+
+
+def report(parsed: argparse.Namespace) -> int:
+    from heloco.report.html import check_parts, page_data, render
+    from heloco.report.reading import read_runs
+
+    check_parts()
+    out: Path = parsed.out
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'report.html'}.")
+    write(out, render(page_data(read_runs(parsed.folders))))
+    print(f"Wrote {out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser.")
+    return 0
+
+
+def write(out: Path, page: str) -> None:
+    """All of it or nothing: what was there before stays where there is no room."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(page, encoding="utf-8")
+            temporary.replace(out)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out.") from error
+
+
+def add_compare_flags(made: Parser) -> None:
+    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    made.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
+    made.add_argument("--at-time", metavar="S", help="the budget of virtual seconds [what all runs reached]")
+    made.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
+
+
+def compare(parsed: argparse.Namespace) -> int:
+    from heloco.report.compare import tables_at
+    from heloco.report.reading import read_runs
+    from heloco.report.tables import as_csv, as_markdown, in_terminal, wide_console
+
+    if parsed.format not in FORMATS:
+        raise UserError(f"There is no format {parsed.format!r}; {nearest(parsed.format, FORMATS)}")
+    budgets = {name: _budget(name, getattr(parsed, name)) for name in ("at_tokens", "at_time")}
+    tables = tables_at(read_runs(parsed.folders), units=budgets["at_tokens"], time_s=budgets["at_time"])
+    if parsed.format == "table":
+        for table in tables:
+            wide_console().print(in_terminal(table))
+    elif parsed.format == "markdown":
+        print("\n\n".join(map(as_markdown, tables)))
+    else:
+        sys.stdout.write("\n".join(map(as_csv, tables)))
+    return 0
+
+
+def _budget(name: str, text: str | None) -> float | None:
+    try:
+        value = None if text is None else float(text.replace("_", "").replace(",", ""))
+    except ValueError:
+        value = -1.0
+    if value is not None and not 0 <= value < float("inf"):
+        raise UserError(f"--{name.replace('_', '-')} cannot be {text!r}: give a number ≥ 0.")
+    return value

@@ -1,0 +1,77 @@
+"""`heloco watch`: runs that are still going, in a browser or in the terminal."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heloco.cli.flags import Parser
+from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.report.reading import Run
+
+
+def add_watch_flags(made: Parser) -> None:
+    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    made.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
+    made.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
+    made.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
+
+
+def watch(parsed: argparse.Namespace) -> int:
+    from heloco.report.reading import read_runs
+
+    for folder in parsed.folders:
+        if "://" in str(folder) or ":/" in str(folder):
+            raise UserError(f"{folder} is an address, and `heloco watch` looks at folders: give the run's folder.")
+    runs = read_runs(parsed.folders)
+    if parsed.text:
+        return in_the_terminal(runs)
+    from heloco.report import html, live
+
+    html.check_parts()
+    live.check_parts()
+    if not parsed.port.isdigit() or int(parsed.port) > 65535:
+        raise UserError(f"port cannot be {parsed.port!r}: give a number from 0 to 65535.")
+    live.serve(runs, parsed.host, int(parsed.port), lambda address: print(f"Watching at {address} (Ctrl-C ends it).", flush=True))
+    return 0
+
+
+def in_the_terminal(runs: Sequence["Run"]) -> int:
+    """One panel per run, redrawn as it grows; elsewhere than on a terminal a line per evaluation."""
+    import time
+
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    from heloco.report.terminal import Progress, tables
+
+    console = Console()
+    shown = [Progress(run.summary, run.planned or run.summary.arrivals, console) for run in runs]
+    told = [0] * len(runs)
+
+    def look() -> bool:
+        """Takes in what is new; whether a run is still going."""
+        for i, (run, progress) in enumerate(zip(runs, shown, strict=True)):
+            run.refresh()
+            progress.summary = run.summary
+            if not console.is_terminal:
+                for line in run.evals[told[i] :]:
+                    progress.tell(line)
+                told[i] = len(run.evals)
+        return any(run.planned is None or run.summary.arrivals < run.planned for run in runs)
+
+    if console.is_terminal:
+        with Live(Group(*(p.panel() for p in shown)), console=console, refresh_per_second=4) as live:
+            while look():
+                live.update(Group(*(p.panel() for p in shown)))
+                time.sleep(0.5)
+            live.update(Group(*(p.panel() for p in shown)))
+    else:
+        while look():
+            time.sleep(0.5)
+    for run in runs:
+        for table in tables(run.summary):
+            console.print(table)
+    return 0

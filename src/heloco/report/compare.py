@@ -1,0 +1,53 @@
+"""Runs side by side at the same budget: of tokens, and of virtual time."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from heloco.errors import UserError
+from heloco.report.curves import measures_of
+from heloco.report.overview import marked
+from heloco.report.page import Cell, TableData
+from heloco.report.reading import Run
+from heloco.report.summary import Record
+from heloco.report.terminal import MEASURES
+
+Budget = Literal["units", "time_s"]
+
+
+def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float | None = None) -> list[TableData]:
+    """A table per budget. Without one given: the smallest that all runs reached."""
+    for run in runs:
+        if not run.evals:
+            raise UserError(f"Nothing has been evaluated yet in {run.path}: leave it out, or wait for its first evaluation.")
+    return [table_at(runs, "units", units), table_at(runs, "time_s", time_s)]
+
+
+def table_at(runs: Sequence[Run], budget: Budget, most: float | None = None) -> TableData:
+    """Each run by its last evaluation within the budget: nothing is interpolated."""
+    reached = [run.evals[-1][budget] for run in runs]
+    limit = min(reached) if most is None else most
+    unit = str(runs[0].meta["unit"]) if budget == "units" else "s of virtual time"
+    lines = [_last_within(run, budget, limit) for run in runs]
+    measures = [m for m in measures_of(runs) if any(line["mean"].get(m) is not None for line in lines)]
+    sources = list(dict.fromkeys(source for line in lines for source in line["scores"]))
+    header = ["run", "arrival", "at" if budget == "time_s" else unit]
+    columns = [[Cell(run.name) for run in runs], [Cell(f"{line['arrival']:,}") for line in lines]]
+    columns.append([Cell(f"{line[budget]:,.6g} s" if budget == "time_s" else f"{line[budget]:,}") for line in lines])
+    for measure in measures:
+        header.append(MEASURES.get(measure, measure))
+        columns.append(marked([line["mean"].get(measure) for line in lines], measure))
+    for source in sources if "loss" in measures else ():
+        header.append(source)
+        columns.append(marked([line["scores"].get(source, {}).get("loss") for line in lines], "loss"))
+    caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
+    short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
+    caption += f" Ended before the budget: {', '.join(short)}." if short else ""
+    return TableData(f"At {limit:,.10g} {unit}", header, [list(row) for row in zip(*columns, strict=True)], caption)
+
+
+def _last_within(run: Run, budget: Budget, limit: float) -> Record:
+    within = [line for line in run.evals if line[budget] <= limit]
+    if not within:
+        first = run.evals[0][budget]
+        raise UserError(f"{run.path} has no evaluation within {limit:g}: its first is at {first:g}. Give a larger budget.")
+    return within[-1]

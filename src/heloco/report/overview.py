@@ -1,0 +1,84 @@
+"""The runs in words and tables: what each came to, where it was cut short, how their settings differ."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from heloco.report.curves import measures_of
+from heloco.report.page import Cell, TableData
+from heloco.report.reading import Run
+from heloco.report.terminal import MEASURES, duration, number
+
+LESS_IS_BETTER = {"accuracy": False}
+"""Of every measure not named here."""
+
+
+def runs_table(runs: Sequence[Run]) -> TableData:
+    """Where each run stands; the best of each measure is marked if there are others."""
+    measures = measures_of(runs)
+    header = ["run", "method", "paces (s)", "arrivals", "virtual time", runs[0].meta["unit"], "mean staleness"]
+    rows = []
+    for run in runs:
+        s, of = run.summary, f" of {run.planned:,}" if run.planned and run.planned != run.summary.arrivals else ""
+        stale = sum(worker.staleness_sum for worker in s.workers) / s.arrivals if s.arrivals else None
+        facts = [run.name, run.method, paces_in_words(run.meta["paces"]), f"{s.arrivals:,}{of}", duration(s.time_s)]
+        rows.append([Cell(text) for text in (*facts, f"{s.units:,}", number(stale, 2))])
+    for measure in measures:
+        last = [(run.evals[-1]["mean"] if run.evals else {}).get(measure) for run in runs]
+        for row, cell in zip(rows, marked(last, measure), strict=True):
+            row.append(cell)
+    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, "Scores are those of the last evaluation.")
+
+
+def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
+    """A measure of several runs, the best of them marked, and what looks the same; nothing where all do."""
+    texts = [number(value, digits) for value in values]
+    there = [value for value in values if value is not None and math.isfinite(value)]
+    differ = len({number(value, digits) for value in there}) > 1
+    best = number((min if LESS_IS_BETTER.get(measure, True) else max)(there), digits) if differ else None
+    return [Cell(text, tone="best" if text == best else "") for text in texts]
+
+
+def paces_in_words(paces: Sequence[float], most: int = 8) -> str:
+    said = [f"{pace:g}" for pace in paces]
+    return ", ".join(said) if len(said) <= most else f"{len(said)} from {min(paces):g} to {max(paces):g}"
+
+
+def settings_table(runs: Sequence[Run]) -> TableData:
+    """The settings in which the runs differ; of a single run all of them."""
+    named = [{f"{section}.{name}": value for section, part in run.config.items() for name, value in part.items()} for run in runs]
+    names = list(dict.fromkeys(name for settings in named for name in settings))
+    differing = [name for name in names if any(settings.get(name) != named[0].get(name) for settings in named)]
+    rows = [
+        [Cell(name), *(Cell(_shown(settings.get(name))) for settings in named)]
+        for name in (names if len(runs) == 1 else differing)
+    ]
+    if len(runs) == 1:
+        return TableData("Settings", ["setting", runs[0].name], rows)
+    caption = f"The other {len(names) - len(differing)} settings are the same in all runs. –: the setting is not of that method."
+    return TableData("Settings that differ", ["setting", *(run.name for run in runs)], rows, caption)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) if len(value) <= 12 else f"{', '.join(map(_shown, value[:12]))}, … ({len(value)})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What a reader must know before believing the charts."""
+    said = []
+    for run in runs:
+        for name in run.cut:
+            said.append(f"{run.name}: {name} ends in the middle of a line, as a killed run leaves it. What is whole is shown.")
+        if run.planned and run.summary.arrivals < run.planned:
+            said.append(f"{run.name} stands at arrival {run.summary.arrivals:,} of {run.planned:,}.")
+        if not run.evals:
+            said.append(f"{run.name} has not been evaluated yet.")
+        elif any(value is None for value in run.evals[-1]["mean"].values()):
+            said.append(f"{run.name}: the last evaluation has no finite loss.")
+        if refused := run.summary.verdicts.get("refused"):
+            said.append(f"{run.name}: {refused:,} contributions were refused.")
+    return said

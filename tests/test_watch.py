@@ -1,0 +1,161 @@
+"""`heloco watch`: a run that grows is seen to grow, in a real browser, over plain HTTP and in the terminal."""
+
+import http.client
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import TINY, heloco
+
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("plotly", reason="plotly is not installed")
+ARRIVALS = 8
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    heloco("train", *TINY, "--eval-every", "2", "--out", folder)
+    return folder
+
+
+@pytest.fixture
+def growing(tmp_path: Path, finished: Path) -> Path:
+    """The same run when half of it was done."""
+    folder = tmp_path / "growing"
+    shutil.copytree(finished, folder)
+    cut(folder / "tape.jsonl", ARRIVALS // 2)
+    cut(folder / "evals.jsonl", 3)
+    return folder
+
+
+def cut(path: Path, lines: int) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:lines]))
+
+
+def grow(folder: Path, finished: Path, lines: int | None = None) -> None:
+    """The run goes on: whole lines are added to its files, as a run does it."""
+    for name in ("tape.jsonl", "evals.jsonl"):
+        there = (folder / name).read_text().splitlines(keepends=True)
+        rest = (finished / name).read_text().splitlines(keepends=True)[len(there) :]
+        with (folder / name).open("a") as file:
+            file.writelines(rest[:lines])
+
+
+@pytest.fixture
+def served(growing: Path) -> Iterator[str]:
+    """host:port of a real `heloco watch`."""
+    command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())
+    assert found
+    yield found[1]
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) in (0, 130)
+
+
+def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection(address, timeout=20)
+    connection.request("GET", path, headers=headers or {})
+    return connection.getresponse()
+
+
+def next_event(stream: http.client.HTTPResponse) -> tuple[int, dict[str, Any]]:
+    lines = iter(lambda: stream.readline().decode(), "")
+    number = next(line for line in lines if line.startswith("id: "))
+    return int(number.removeprefix("id: ")), json.loads(stream.readline().decode().removeprefix("data: "))
+
+
+def losses(data: dict[str, Any]) -> list[float]:
+    [chart] = [chart for chart in data["charts"] if chart["name"] == "scores"]
+    points: list[float] = chart["views"][0]["panels"][0]["lines"][0]["y"]
+    return points
+
+
+def test_what_is_new_is_told_at_once(served: str, growing: Path, finished: Path) -> None:
+    page = get(served, "/")
+    text = page.read().decode()
+    assert page.status == 200 and "connect-src 'self'" in text and page.headers["Cache-Control"] == "no-store"
+    embedded = json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[0])
+    stream = get(served, f"/events?seen={embedded['version']}")
+    assert stream.headers["Content-Type"].startswith("text/event-stream")
+    grow(growing, finished, 1)
+    number, data = next_event(stream)
+    assert number > embedded["version"] and len(losses(data)) == len(losses(embedded)) + 1
+    grow(growing, finished)
+    while number < 2 or len(losses(data)) < 5:
+        number, data = next_event(stream)
+    evals = [json.loads(line) for line in (finished / "evals.jsonl").read_text().splitlines()]
+    assert losses(data) == pytest.approx([line["mean"]["loss"] for line in evals], rel=1e-5)
+
+
+def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) -> None:
+    number, data = next_event(get(served, "/events", {"Last-Event-ID": "-7"}))
+    assert number == 0 and len(losses(data)) == 3
+    assert next_event(get(served, "/events?seen=rubbish"))[0] == 0
+    for path in ("/tape.jsonl", "/../config.toml", "/events/x"):
+        assert get(served, path).status == 404
+
+
+def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    with playwright.sync_playwright() as started:
+        try:
+            browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
+        page = browser.new_page()
+        heard: list[str] = []
+        page.on("console", lambda message: heard.append(message.text))
+        page.on("pageerror", lambda error: heard.append(str(error)))
+        page.goto(f"http://{served}/")
+        count = "window.heloco.cards.get('scores').chart.views[0].panels[0].lines[0].y.length"
+        assert page.evaluate(count) == 3
+        grow(growing, finished)
+        for _ in range(40):  # the issue asks for two seconds
+            if page.evaluate(count) == 5:
+                break
+            page.wait_for_timeout(50)
+        assert page.evaluate(count) == 5 and not heard
+        browser.close()
+
+
+def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path) -> None:
+    command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--text"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    grow(growing, finished)
+    rest = process.stdout.read()
+    assert process.wait(timeout=20) == 0
+    told = re.findall(r"arrival +(\d+)/8", first + rest)
+    assert told == ["0", "2", "4", "6", "8"] and "Workers" in rest
+
+
+def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from heloco.cli.main import run
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert run(["watch", str(finished), "--port", str(taken.getsockname()[1])]) == 2
+    assert "--port 0" in capsys.readouterr().err
+    for arguments, said in (
+        ([str(tmp_path)], "no run folder"),
+        (["https://head:8443"], "address"),
+        ([str(finished), "--port", "many"], "0 to 65535"),
+        ([str(finished), "--host", "no.such.host.invalid"], "served"),
+    ):
+        assert run(["watch", *arguments]) == 2
+        assert said in capsys.readouterr().err
