@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 
-.PHONY: train test test-long lint bench bench-gpu setup setup-dev clean
+.PHONY: train test test-long lint bench bench-gpu pictures setup setup-dev clean
 
 train: setup
 	$(BIN)/heloco train
@@ -28,6 +28,9 @@ bench: setup-dev
 bench-gpu: setup-dev
 	$(BIN)/python benchmarks/outer_step_gpu.py
 	$(BIN)/python benchmarks/stack_gpu.py
+
+pictures: setup-dev
+	PICTURES=docs $(BIN)/pytest tests/test_report_browser.py -k pictures
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

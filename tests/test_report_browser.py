@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -281,3 +282,15 @@ def test_a_hundred_thousand_arrivals_open_at_once(opened, folders, tmp_path):
     assert page.locator("#chart-norms .caption").inner_text().startswith("Thinned: lines of up to 100,000 points")
     assert "100,000 rounds" in page.locator("#chart-timeline .caption").inner_text()
     assert "a column stands for 10 arrivals" in page.locator("#chart-correction .caption").inner_text()
+
+
+def test_pictures_for_the_readme(opened, unbroken, tmp_path):
+    """`make pictures` sets PICTURES to docs/: the README shows what this test saw."""
+    settings = ("--paces", "1,1,2,3,6", "--arrivals", "120", "--eval-every", "6", "--inner-steps", "6")
+    runs = [Path(shutil.copytree(unbroken(*settings, "--method", name), tmp_path / name)) for name in ("heloco-ramp", "mla")]
+    page = opened(report(tmp_path / "page.html", *runs), viewport={"width": 1200, "height": 1000}, color_scheme="dark")
+    draw(page)
+    into = Path(os.environ.get("PICTURES") or tmp_path)
+    for name in ("scores", "correction"):
+        page.locator(f"#chart-{name}").screenshot(path=into / f"report-{name}.png")
+        assert (into / f"report-{name}.png").stat().st_size > 5000
