@@ -78,6 +78,13 @@ def test_without_gradients_any_number_of_tokens_is_served(fused: None) -> None: 
     assert off_by(losses, exact(x, words, targets, torch.ones_like(losses))[0]) < 1e-3
 
 
+def test_an_evaluation_computes_no_gradients(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    x, words, targets = inputs(1, 20, 32, 90)
+    monkeypatch.setattr(head, "_Fused", None)
+    with torch.no_grad():
+        assert head.cross_entropy(x, words.requires_grad_(), targets).grad_fn is None
+
+
 def test_the_same_to_the_bit_each_time(fused: None) -> None:  # noqa: ARG001
     x, words, targets = inputs(2, 100, 64, 300)
     x.requires_grad_()

@@ -159,3 +159,11 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
     ):
         assert run(["watch", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_tape_that_can_no_longer_be_read_is_said_on_the_page(served: str, growing: Path) -> None:
+    stream = get(served, "/events?seen=0")
+    with (growing / "tape.jsonl").open("a") as file:
+        file.write("no record\n")
+    _, data = next_event(stream)
+    assert any("line 5 was edited" in note for note in data["notes"]) and len(losses(data)) == 3

@@ -23,7 +23,7 @@ def watch(parsed: argparse.Namespace) -> int:
     from heloco.report.reading import read_runs
 
     for folder in parsed.folders:
-        if "://" in str(folder) or ":/" in str(folder):
+        if ":/" in str(folder):  # a path has one slash where an address had two
             raise UserError(f"{folder} is an address, and `heloco watch` looks at folders: give the run's folder.")
     runs = read_runs(parsed.folders)
     if parsed.text:

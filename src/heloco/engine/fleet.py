@@ -25,7 +25,7 @@ from torch import nn
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import RunStopped
-from heloco.inner.stacked import Job, Results, StackedInner
+from heloco.inner.stacked import Job, Results, StackedInner, kind_of
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig
@@ -59,9 +59,13 @@ def run_fleet(
     planned: Sequence[Planned], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
 ) -> None:
     """Carries out all runs; `StopRequested` when `stopping()` turned true. Those that ended were handed to the watcher."""
-    if device.type == "cuda" and torch.get_float32_matmul_precision() == "highest":
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
-    Fleet(planned, watcher, device, stopping).run()
+    try:
+        Fleet(planned, watcher, device, stopping).run()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @dataclass
@@ -101,7 +105,7 @@ class Fleet:
         self._memory = _free_memory(device)
         longest = max((max(member.chains.values()) for member in self.waiting), default=1)
         self._waves = WAVES.get(device.type, 1)
-        self._wanted_width = max(1, self.steps_total // (longest * self._waves))
+        self._wanted_width = max(1, min(self.steps_total // (longest * self._waves), WIDEST.get(device.type, 8)))
         self._inners: dict[Any, StackedInner] = {}
         self._models: dict[int, nn.Module] = {}
 
@@ -152,13 +156,13 @@ class Fleet:
         every.sort(key=place)
         first, leading = every[0]
         inner = self._inner(first.planned.task)
-        kind = Job(leading, first.planned.task, first.planned.config.inner).kind
+        kind = kind_of(first.planned.config.inner)
         alike = [
             (member, handed)
             for member, handed in every
             if handed.inner_steps <= leading.inner_steps
             and self._inner(member.planned.task) is inner
-            and Job(handed, member.planned.task, member.planned.config.inner).kind == kind
+            and kind_of(member.planned.config.inner) == kind
         ]
         alike.sort(key=lambda each: each[1].inner_steps != leading.inner_steps)
         return alike[: inner.width]
@@ -206,7 +210,7 @@ class Fleet:
         key = (task.model_config, task.context) if isinstance(task, LanguageTask) else id(task)
         if key not in self._inners:
             slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
-            width = max(1, min(self._wanted_width, int(slices), WIDEST.get(self.device.type, 8)))
+            width = max(1, min(self._wanted_width, int(slices)))
             self._inners[key] = StackedInner(task, device=self.device, width=width)
         return self._inners[key]
 

@@ -10,6 +10,7 @@ tolerance (randomness inside the model, such as dropout, is drawn for the whole 
 On a GPU the whole inner step is one CUDA graph, replayed H times: data, learning rates and losses of the round stay there.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,6 +28,16 @@ Results = Callable[[], list[Contribution]]
 """To be called once: waits for the jobs that were begun and gives their contributions, in their order."""
 
 
+@functools.cache
+def kind_of(options: InnerOptions) -> InnerOptions:
+    """What must be alike in one stack: all but the learning rate's course."""
+    alike = InnerOptions()
+    return replace(
+        options, lr=alike.lr, lr_min=alike.lr_min, warmup=alike.warmup, schedule_steps=alike.schedule_steps,
+        lr_position=alike.lr_position,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Job:
     """A round with what it takes to run it beside rounds of other runs."""
@@ -37,12 +48,7 @@ class Job:
 
     @property
     def kind(self) -> InnerOptions:
-        """What must be alike in one stack: all but the learning rate's course."""
-        alike = InnerOptions()
-        return replace(
-            self.options, lr=alike.lr, lr_min=alike.lr_min, warmup=alike.warmup, schedule_steps=alike.schedule_steps,
-            lr_position=alike.lr_position,
-        )  # fmt: skip
+        return kind_of(self.options)
 
     def learning_rates(self) -> list[float]:
         handed = self.round

@@ -46,13 +46,22 @@ class Feed:
         while True:
             await asyncio.sleep(look_every_s)
             began = time.perf_counter()
-            changed = [run.refresh() for run in self.runs]
-            if any(changed):
-                self.data = await asyncio.to_thread(page_data, self.runs)
+            data = await asyncio.to_thread(self._look)
+            if data is not None:
+                self.data = data
                 self.version += 1
                 self._changed.set()
                 self._changed = asyncio.Event()
                 await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE_OF_TIME - 1))
+
+    def _look(self) -> dict[str, Any] | None:
+        """The data if there is anything new. What can no longer be read is said on the page, which keeps what it had."""
+        try:
+            changed = [run.refresh() for run in self.runs]
+        except UserError as error:
+            told = [*self.data["notes"], str(error)]
+            return None if str(error) in self.data["notes"] else {**self.data, "notes": told}
+        return page_data(self.runs) if any(changed) else None
 
     async def events(self, seen: int) -> AsyncIterator[str]:
         """As server-sent events: the data whenever it is newer than what was seen, and a sign of life in between."""

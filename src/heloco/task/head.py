@@ -23,6 +23,9 @@ SHARED_BYTES = {1: 163_840, 3: 229_376}  # what the gradient's kernel takes, by 
 def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
     """−log softmax(x wᵀ) at the target, token by token."""
     if fusable(x, words):
+        x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
+        if not _trains(x, words):  # an evaluation needs no Σ p w
+            return _losses(x, words, targets, mean=False)[0]
         fused: Tensor = _Fused.apply(x, words, targets)  # type: ignore[no-untyped-call]
         return fused
     logits = product(x, words)
@@ -33,8 +36,11 @@ def fusable(x: Tensor, words: Tensor) -> bool:
     """Whether the kernels serve these: they are written for some sizes."""
     if x.shape[2] not in WIDTHS or not may_round(x, words):
         return False
-    training = torch.is_grad_enabled() and (x.requires_grad or words.requires_grad)
-    return not training or (x.shape[1] <= TOKENS_AT_ONCE and _stages(x.device) > 0)
+    return not _trains(x, words) or (x.shape[1] <= TOKENS_AT_ONCE and _stages(x.device) > 0)
+
+
+def _trains(x: Tensor, words: Tensor) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or words.requires_grad)
 
 
 @functools.cache
@@ -47,12 +53,9 @@ def _stages(device: torch.device) -> int:
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
-        x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
-        training = any(context.needs_input_grad)
-        losses, level, mean = _losses(x, words, targets, mean=training)
-        if training:
-            own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
-            context.save_for_backward(x, words, targets, level, mean.sub_(own))
+        losses, level, mean = _losses(x, words, targets, mean=True)
+        own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
+        context.save_for_backward(x, words, targets, level, mean.sub_(own))
         return losses
 
     @staticmethod
