@@ -342,7 +342,7 @@ def _strike(fault: Fault, arguments: tuple[Any, ...]) -> None:
     if fault.mess == "torn":
         arguments[0]._file.write(b'{"arrival":3,"verd')
     if fault.mess == "halved":
-        os.truncate(arguments[1], Path(arguments[1]).stat().st_size // 2)
+        os.truncate(arguments[0].fileno(), os.fstat(arguments[0].fileno()).st_size // 2)
     if fault.mess == "full":
         fill_disk(Path(fault.ballast), fault.room)
     if fault.signal:

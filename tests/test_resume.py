@@ -135,11 +135,11 @@ def test_killed_at_any_touch_of_its_folder_it_resumes_to_the_bit(tmp_path, nurse
         pytest.param(kill("heloco.run.folder:RunFolder.start_writing", 1, "before"), id="before the tape is opened"),
         pytest.param(kill("heloco.run.folder:RunFolder.write_eval", 1, "before"), id="before the first evaluation"),
         pytest.param(kill(SAVE, 1, "before"), id="before the first checkpoint"),
-        pytest.param(kill("heloco.run.checkpoint:save_file", 1, "after", "halved"), id="in the first checkpoint's tensors"),
+        pytest.param(kill("heloco.run.checkpoint:write", 1, "after", "halved"), id="in the first checkpoint's tensors"),
         pytest.param(kill("heloco.run.lines:Lines.append", 6, "before", "torn"), id="in the middle of a line of the tape"),
-        pytest.param(kill("heloco.run.checkpoint:save_file", 3, "before"), id="before a checkpoint's tensors"),
-        pytest.param(kill("heloco.run.checkpoint:save_file", 3, "after", "halved"), id="in the middle of a checkpoint's tensors"),
-        pytest.param(kill("heloco.run.checkpoint:save_file", 3, "after"), id="between a checkpoint's tensors and its state"),
+        pytest.param(kill("heloco.run.checkpoint:write", 3, "before"), id="before a checkpoint's tensors"),
+        pytest.param(kill("heloco.run.checkpoint:write", 3, "after", "halved"), id="in the middle of a checkpoint's tensors"),
+        pytest.param(kill("heloco.run.checkpoint:write", 3, "after"), id="between a checkpoint's tensors and its state"),
         pytest.param(kill("heloco.run.checkpoint:sync_folder", 5, "before"), id="before a checkpoint is renamed"),
         pytest.param(kill("heloco.run.checkpoint:sync_folder", 6, "before"), id="after a checkpoint is renamed"),
         pytest.param(kill("heloco.run.checkpoint:shutil.rmtree", 3, "before"), id="before an old checkpoint is removed"),
@@ -158,7 +158,7 @@ def test_killed_at_a_delicate_moment_it_resumes_to_the_bit(fault, tmp_path, nurs
 def test_killed_again_and_again_it_resumes_to_the_bit(tmp_path, nursery, unbroken):
     folder = tmp_path / "run"
     assert_killed(nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=kill(TAPE_LINE, 2)))
-    for fault in (kill(SAVE, 1, "before"), kill(TAPE_LINE, 5), kill("heloco.run.checkpoint:save_file", 1), kill(TAPE_LINE, 1)):
+    for fault in (kill(SAVE, 1, "before"), kill(TAPE_LINE, 5), kill("heloco.run.checkpoint:write", 1), kill(TAPE_LINE, 1)):
         assert_killed(nursery.run("resume", folder, fault=fault))
     assert_resumes_to(unbroken(*OFTEN), folder)
 
@@ -224,7 +224,7 @@ def test_a_signal_makes_a_checkpoint_and_the_run_resumes_to_the_bit(name, number
     [
         pytest.param(Fault("heloco.task.language:LanguageTask.evaluate", 1, signal=signal.SIGTERM), 0, id="first evaluation"),
         pytest.param(Fault("heloco.task.language:LanguageTask.evaluate", 3, signal=signal.SIGINT), 4, id="an evaluation"),
-        pytest.param(Fault("heloco.run.checkpoint:save_file", 2, signal=signal.SIGINT), 3, id="a checkpoint"),
+        pytest.param(Fault("heloco.run.checkpoint:write", 2, signal=signal.SIGINT), 3, id="a checkpoint"),
         pytest.param(Fault(TAPE_LINE, 7, signal=signal.SIGTERM), 7, id="an arrival"),
     ],
 )

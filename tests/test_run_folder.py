@@ -252,10 +252,10 @@ FULL = {
     "a line of the tape": Fault("heloco.run.folder:RunFolder.write_arrival", 5, "before", mess="full"),
     "an evaluation": Fault("heloco.run.folder:RunFolder.write_eval", 3, "before", mess="full"),
     "the first evaluation": Fault("heloco.run.folder:RunFolder.write_eval", 1, "before", mess="full"),
-    "a checkpoint's tensors": Fault("heloco.run.checkpoint:save_file", 2, "before", mess="full"),
-    "half of a checkpoint's tensors": Fault("heloco.run.checkpoint:save_file", 2, "before", mess="full", room=100_000),
-    "a checkpoint's state": Fault("heloco.run.checkpoint:save_file", 2, "after", mess="full"),
-    "the last checkpoint": Fault("heloco.run.checkpoint:save_file", 4, "before", mess="full", room=50_000),
+    "a checkpoint's tensors": Fault("heloco.run.checkpoint:write", 2, "before", mess="full"),
+    "half of a checkpoint's tensors": Fault("heloco.run.checkpoint:write", 2, "before", mess="full", room=100_000),
+    "a checkpoint's state": Fault("heloco.run.checkpoint:write", 2, "after", mess="full"),
+    "the last checkpoint": Fault("heloco.run.checkpoint:write", 4, "before", mess="full", room=50_000),
 }
 
 

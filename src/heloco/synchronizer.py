@@ -8,7 +8,7 @@ outer rule), the buffers, who holds which round, and the ledger of the data. Its
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from heloco.ledger import Ledger, Span
 from heloco.outer import NotFinite, Outcome, OuterOptimizer
-from heloco.policy import Choose, Drop, Standing, Weight
+from heloco.policy import Choose, Drop, NormGuard, Standing, Weight
 
 
 @dataclass(slots=True)
@@ -103,6 +103,7 @@ class Synchronizer:
         choose_shard: Choose,
         weight: Weight,
         drop: Drop | None = None,
+        guard: NormGuard | None = None,
         barrier: bool = False,
         buffers: Sequence[Tensor] = (),
     ) -> None:
@@ -114,6 +115,7 @@ class Synchronizer:
         self.choose_shard = choose_shard
         self.weight = weight
         self.drop = drop or Drop()
+        self.guard = guard or NormGuard()
         self.barrier = barrier
         self.buffers = [b.detach().clone() for b in buffers]
         self.outer_step = 0
@@ -133,9 +135,15 @@ class Synchronizer:
     def parameters(self) -> list[Tensor]:
         return [] if self.outer is None else [p for group in self.outer.param_groups for p in group["params"]]
 
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """Workers that handed in and wait at the barrier for the others."""
+        return tuple(self._gathered_workers)
+
     # ---- dispatch
 
-    def dispatch(self, worker: int) -> Round:
+    def dispatch(self, worker: int, *, with_start: bool = True) -> Round:
+        """`with_start=False`: without tensors, for an engine that takes them one by one (`start`)."""
         if worker in self.held:
             raise ValueError(
                 f"worker {worker} already holds round {self.held[worker].index}: it must return or abandon it first."
@@ -147,11 +155,17 @@ class Synchronizer:
         run_steps = self.steps_accepted / self.workers
         held = Round(worker, index, self.outer_step, shard, spans, steps, shard_steps, run_steps)
         self.held[worker] = held
-        if self.outer is None:
+        if self.outer is None or not with_start:
             return held
         if self._start is None:  # one look-ahead model for all that start at this outer step
             self._start = self.outer.lookahead()
         return replace(held, parameters=self._start, buffers=list(self.buffers))
+
+    def start(self) -> Iterator[tuple[str, Tensor]]:
+        """What a worker starts from now, named, a tensor at a time: no second model in memory."""
+        if self.outer is not None:
+            yield from ((f"parameter.{i}", t) for i, t in enumerate(self.outer.lookahead_one_by_one()))
+        yield from ((f"buffer.{i}", t) for i, t in enumerate(self.buffers))
 
     def abandon(self, worker: int) -> None:
         """A worker is gone or gave up: its data goes back to the ledger, its round counts for nothing."""
@@ -172,7 +186,7 @@ class Synchronizer:
         staleness = self.outer_step - held.version
         standing = Standing(staleness, self.arrivals_of[worker] + 1, self.arrivals + 1, self.workers)
         weight = self.weight(standing)
-        verdict, reason = self._apply(contribution, staleness, weight)
+        verdict, reason = self._guarded(contribution, staleness, weight)
         if verdict == "refused":
             return self._refuse(held, staleness, reason)
         del self.held[worker]
@@ -197,9 +211,28 @@ class Synchronizer:
             held.shard, held.spans, held.inner_steps, (held.worker,), reason,
         )  # fmt: skip
 
-    def _apply(self, contribution: Contribution, staleness: int, weight: float) -> tuple[Verdict, str]:
-        if self.outer is not None and (reason := self._mismatch(contribution)):
+    def _guarded(self, contribution: Contribution, staleness: int, weight: float) -> tuple[Verdict, str]:
+        """What does not fit, or is far larger than usual, does not come near the parameters."""
+        if self.outer is None:
+            return self._apply(contribution, staleness, weight)
+        if reason := self._mismatch(contribution):
             return "refused", reason
+        if not self.guard.on:
+            return self._apply(contribution, staleness, weight)
+        norm = math.hypot(*_fetched(torch._foreach_norm(list(contribution.pseudo_gradient), 2, dtype=torch.float64)))
+        if not math.isfinite(norm):
+            return "refused", NOT_FINITE
+        scale = self.guard.scale(norm)
+        if scale == 1:
+            return self._apply(contribution, staleness, weight)
+        told = f"its norm, {norm:.4g}, is more than {self.guard.limit:g} × the usual one"
+        if scale == 0:
+            return "refused", told
+        smaller = replace(contribution, pseudo_gradient=[d * scale for d in contribution.pseudo_gradient])
+        verdict, reason = self._apply(smaller, staleness, weight)
+        return verdict, f"{reason}; {told}: clipped" if reason else f"{told}: clipped"
+
+    def _apply(self, contribution: Contribution, staleness: int, weight: float) -> tuple[Verdict, str]:
         if self.barrier:
             return self._gather(contribution, weight)
         decision = self.drop(staleness)
@@ -287,6 +320,7 @@ class Synchronizer:
             "rounds_of": list(self.rounds_of),
             "arrivals_of": list(self.arrivals_of),
             "gathered_workers": list(self._gathered_workers),
+            "norms": list(self.guard.recent),
             "ledger": self.ledger.state_dict(),
             "held": [
                 [h.worker, h.index, h.version, h.shard, h.spans, h.inner_steps, h.shard_steps, h.run_steps]
@@ -309,6 +343,7 @@ class Synchronizer:
             setattr(self, name, books[name])
         self.rounds_of, self.arrivals_of = list(books["rounds_of"]), list(books["arrivals_of"])
         self._gathered_workers = list(books["gathered_workers"])
+        self.guard.remember(books.get("norms", ()))
         self.ledger.load_state_dict(books["ledger"])
         self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
 

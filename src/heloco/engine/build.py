@@ -1,5 +1,6 @@
 """From a config to the objects of a run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,22 +14,32 @@ from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
-from heloco.run.config import RunConfig, outer_knobs, weight_options
+from heloco.run.config import RunConfig, gpt_config, norm_guard, outer_knobs, weight_options
 from heloco.synchronizer import Synchronizer
 from heloco.task import Task
 
+HF_CONTEXT = 128
+"""Tokens per sample of a Hugging Face model where nothing is said: the paper's, and not the thousands that it may be made for."""
+
 
 def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig]:
-    """The task, and the config with what only the data could tell: sources, vocabulary, absolute paths."""
+    """The task, and the config with what only the data could tell: sources, vocabulary, absolute paths; and
+    what only a Hugging Face model could tell: its context and tokenizer."""
     data, model, seed = config.data, config.model, config.run.seed
+    if data.task == "external":
+        raise UserError("The external task is whatever model machines bring to a real run: `heloco serve --task external`.")
     if data.task == "images":
         from heloco.task.images import ImagesTask
 
         return ImagesTask(seed=seed), config
     from heloco.task.corpus import prepare, split
-    from heloco.task.gpt import preset
+    from heloco.task.hf import open_hf
     from heloco.task.language import LanguageTask
 
+    hf = open_hf(model.hf) if model.hf else None
+    if hf is not None:
+        model = replace(model, hf=hf.source, context=model.context or min(hf.context, HF_CONTEXT))
+    data = replace(data, tokenizer=data.tokenizer or (hf.tokenizer() if hf else "bytes"))
     corpus = prepare(
         data.data,
         data.tokenizer,
@@ -39,16 +50,10 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
     )
     how_many = len(corpus.sources) if data.split == "source" else len(config.workers.paces)
     shards = split(corpus, how=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
-    vocab_size = model.vocab_size or corpus.vocab_size
-    gpt = preset(
-        model.preset,
-        width=model.width,
-        layers=model.layers,
-        heads=model.heads,
-        context=model.context,
-        vocab_size=vocab_size,
-    )
-    task = LanguageTask(corpus, shards, gpt, context=model.context, seed=seed, eval_windows=model.eval_windows)
+    if hf is None:
+        model = replace(model, vocab_size=model.vocab_size or corpus.vocab_size)
+    architecture = hf or gpt_config(model)
+    task = LanguageTask(corpus, shards, architecture, context=model.context, seed=seed, eval_windows=model.eval_windows)
     effective = replace(
         config,
         data=replace(
@@ -57,7 +62,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
             tokenizer=_absolute(data.tokenizer),
             languages=[source.name for source in corpus.sources],
         ),
-        model=replace(model, vocab_size=vocab_size),
+        model=model,
     )
     return task, effective
 
@@ -85,23 +90,27 @@ class Parts:
 
 def build_parts(task: Task, config: RunConfig, model: nn.Module | None = None) -> Parts:
     """`model`: one with the task's initial parameters, where the caller has it already."""
-    workers, outer = config.workers, config.outer
     device = pick_device(config.run.device)
-    choose = make_choice(workers.assign, workers=len(workers.paces), shards=len(task.shards), seed=config.run.seed)
-    method = get_method(outer.method)
     model = task.build_model().to(device) if model is None else model
-    synchronizer = Synchronizer(
+    return Parts(task, config, model, build_synchronizer(config, model, [shard.windows for shard in task.shards]), device)
+
+
+def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[int]) -> Synchronizer:
+    """Over the model's own parameters. `windows`: of each shard."""
+    workers, outer = config.workers, config.outer
+    method = get_method(outer.method)
+    return Synchronizer(
         method.build(model.parameters(), workers=len(workers.paces), **outer_knobs(outer)),
         inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
         windows_per_step=config.inner.windows_per_step,
-        ledger=Ledger([shard.windows for shard in task.shards]),
-        choose_shard=choose,
+        ledger=Ledger(windows),
+        choose_shard=make_choice(workers.assign, workers=len(workers.paces), shards=len(windows), seed=config.run.seed),
         weight=make_weight(outer.weight or method.weight, **weight_options(outer)),
         drop=Drop(outer.drop, outer.drop_above),
+        guard=norm_guard(outer),
         barrier=method.barrier,
         buffers=list(model.buffers()),
     )
-    return Parts(task, config, model, synchronizer, device)
 
 
 @torch.no_grad()
@@ -115,6 +124,18 @@ def load_model(task: Task, tensors: dict[str, Tensor], device: torch.device) -> 
                 raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
             tensor.copy_(kept)
     return model
+
+
+def describe_model(task: Task, model: nn.Module) -> dict[str, Any]:
+    """For run.json: what distinguishes a model that is described outside of the run's config."""
+    kept = model.state_dict().keys()
+    passing = [name for name, _ in model.named_buffers() if name not in kept]
+    return {"model_digest": model_digest(task), "passing_buffers": passing}
+
+
+def model_digest(task: Task) -> str:
+    digest: str = getattr(task, "model_digest", "")
+    return digest
 
 
 def pick_device(name: str) -> torch.device:

@@ -13,8 +13,8 @@ from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape import record
-from heloco.synchronizer import Arrival, Contribution
-from heloco.task import Task, mean_scores
+from heloco.synchronizer import Arrival, Contribution, Synchronizer
+from heloco.task import Scores, Task, mean_scores
 
 
 class StopRequested(Exception):
@@ -126,8 +126,8 @@ class LocalRun:
                 return False
             self._take_in(*arrived)
             if arrived[0].verdict != "refused":
-                self._evaluate_if(_due(self.synchronizer.arrivals, settings.eval_every))
-                self._save_if(_due(self.synchronizer.arrivals, settings.checkpoint_every))
+                self._evaluate_if(due(self.synchronizer.arrivals, settings.eval_every))
+                self._save_if(due(self.synchronizer.arrivals, settings.checkpoint_every))
         self._evaluate_if(True)
         self._save_if(True)
         return True
@@ -157,16 +157,7 @@ class LocalRun:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        scores = self.evaluate()
-        line = {
-            "arrival": self.synchronizer.arrivals,
-            "outer_step": self.synchronizer.outer_step,
-            "time_s": self.simulation.now_s,
-            "inner_steps": self.synchronizer.steps_accepted,
-            "units": self.units,
-            "mean": finite(mean_scores(scores)),
-            "scores": {name: finite(measures) for name, measures in scores.items()},
-        }
+        line = evaluation_line(self.evaluate(), self.synchronizer, time_s=self.simulation.now_s, units=self.units)
         self._evaluated_at = self.synchronizer.arrivals
         if self.folder is not None:
             self.folder.write_eval(line)
@@ -220,7 +211,19 @@ class LocalRun:
         self._saved_at = self.synchronizer.arrivals
 
 
-def _due(arrivals: int, every: int) -> bool:
+def evaluation_line(scores: Scores, synchronizer: Synchronizer, *, time_s: float, units: int) -> dict[str, Any]:
+    return {
+        "arrival": synchronizer.arrivals,
+        "outer_step": synchronizer.outer_step,
+        "time_s": time_s,
+        "inner_steps": synchronizer.steps_accepted,
+        "units": units,
+        "mean": finite(mean_scores(scores)),
+        "scores": {name: finite(measures) for name, measures in scores.items()},
+    }
+
+
+def due(arrivals: int, every: int) -> bool:
     return every > 0 and arrivals % every == 0
 
 

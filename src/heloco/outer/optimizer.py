@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, overload
@@ -151,6 +151,15 @@ class OuterOptimizer(Optimizer):
             momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
             starts += _ahead(group["params"], momenta, ahead)
         return starts
+
+    @torch.no_grad()
+    def lookahead_one_by_one(self) -> Iterator[Tensor]:
+        """The same, each made when it is asked for. Without look-ahead they are the parameters themselves: look only."""
+        for group in self.param_groups:
+            ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
+            for p in group["params"]:
+                momentum = self.state[p].get("momentum_buffer") if ahead else None
+                yield p.detach() if momentum is None else _ahead([p], [momentum], ahead)[0]
 
     def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law:
         """How the blocks of a group move, in numbers alone."""

@@ -1,6 +1,7 @@
 """What is decided about an arrival or a round without looking at a tensor."""
 
 from .drop import Decision, Drop
+from .norms import NormGuard
 from .shards import CHOICES, Choose, ShardView, make_choice
 from .steps import STEPS, inner_steps
 from .weight import WEIGHTS, Standing, Weight, make_weight
@@ -12,6 +13,7 @@ __all__ = [
     "Choose",
     "Decision",
     "Drop",
+    "NormGuard",
     "ShardView",
     "Standing",
     "Weight",

@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from heloco.errors import UserError
 from heloco.run.disk import sha256, sync_folder
+from heloco.run.tensors import Layout, write
 
 KEEP = 2
 FORMAT = 1
@@ -21,8 +22,10 @@ def _seal(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is."""
+def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep_first: bool = False) -> Path:
+    """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is.
+
+    The tensors are written one by one: nothing is held twice. `keep_first`: the oldest stays too."""
     folder.mkdir(exist_ok=True)
     final = folder / f"arrival-{arrival:08d}"
     for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time
@@ -31,8 +34,10 @@ def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, T
     temporary.mkdir()
     try:
         path = temporary / "tensors.safetensors"
-        save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, path)
-        state = {"format": FORMAT, "arrival": arrival, **state, "tensors_sha256": sha256(path)}
+        digest = hashlib.sha256()
+        with path.open("wb", buffering=0) as file:
+            write(file, Layout.of(tensors), tensors, hashed=digest)
+        state = {"format": FORMAT, "arrival": arrival, **state, "tensors_sha256": digest.hexdigest()}
         (temporary / "state.json").write_text(json.dumps({"seal": _seal(state), "state": state}))
         for name in temporary.iterdir():
             with name.open("rb") as file:
@@ -44,7 +49,7 @@ def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, T
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in found(folder)[:-KEEP]:
+    for old in found(folder)[int(keep_first) : -KEEP]:
         _discard(old)
     return final
 
@@ -59,6 +64,12 @@ def _discard(path: Path) -> None:
 def found(folder: Path) -> list[Path]:
     """The checkpoints there are, oldest first."""
     return sorted(folder.glob("arrival-" + "[0-9]" * 8))
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    """Of a checkpoint of ours that was just written or loaded."""
+    state: dict[str, Any] = json.loads((path / "state.json").read_text())["state"]
+    return state
 
 
 def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -7,24 +7,25 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from heloco.errors import UserError, nearest
 from heloco.inner import InnerOptions
 from heloco.methods import get_method
 from heloco.outer.heloco import CONSTANTS as HELOCO_CONSTANTS
-from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop
-from heloco.task.gpt import preset
+from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, NormGuard
+from heloco.run.values import convert
+from heloco.task.gpt import GPTConfig, preset
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    task: Literal["language", "images"] = "language"
-    """What is trained: a language model on text, or an image classifier on shapes drawn by code."""
+    task: Literal["language", "images", "external"] = "language"
+    """What is trained: a language model on text, an image classifier on shapes drawn by code, or whatever machines bring."""
     data: str = "builtin"
     """builtin (languages made by code), a folder of text with one file or sub-folder per shard, or hf:DATASET."""
-    tokenizer: str = "bytes"
-    """bytes, gpt2, or the path of a tokenizer.json or .tiktoken file."""
+    tokenizer: str = ""
+    """bytes, gpt2, or the path of a tokenizer.json or .tiktoken file; unset: the hf model's own, else bytes."""
     languages: list[str] = field(default_factory=list)
     """Which sources of the data to use, in this order; empty: all."""
     split: Literal["source", "iid", "dirichlet"] = "source"
@@ -50,9 +51,12 @@ class ModelConfig:
     vocab_size: int = 0
     """0: the tokenizer's."""
     context: int = 0
-    """Tokens per sample; 0: the preset's."""
+    """Tokens per sample; 0: the preset's, or of an hf model 128, at most its positions."""
     eval_windows: int = 64
     """Samples per source in an evaluation."""
+    hf: str = ""
+    """A folder or hub name (NAME, NAME@REVISION) of a Hugging Face causal language model to train instead of TinyGPT: from its
+    weights, or from scratch where the folder has only a config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,10 @@ class OuterConfig:
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
     """The largest staleness that is still applied."""
+    norm_limit: float | None = None
+    """A pseudo-gradient's norm may be so many times the median of the recent ones; unset: any."""
+    norm_policy: Literal["refuse", "clip"] | None = None
+    """What happens to one above norm_limit; unset: refuse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +137,24 @@ class RunSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """Of runs on real machines. These settings may be changed when a run is taken up again."""
+
+    min_workers: int = 1
+    """How many machines must take part; with fewer the run pauses."""
+    give_up_after_s: float = 3600.0
+    """How long a pause may last before the run ends."""
+    participation: int = 0
+    """Arrivals over which it is counted who takes part; 0: four times the workers."""
+    beat_s: float = 2.0
+    """Seconds between a machine's signs of life."""
+    patience: float = 10.0
+    """A machine is lost after so many times its usual time between two signs of progress (at least a beat)."""
+    journal_gb: float = 10.0
+    """Contributions are kept for a replay from the start as long as they fit; then those behind the last checkpoints go."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -136,9 +162,15 @@ class RunConfig:
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=1.5e-3, lr_min=1e-4))
     run: RunSettings = field(default_factory=RunSettings)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        sections = {section: values for section, values in asdict(self).items() if section != "cluster"}
+        deciding = {
+            section: {name: value for name, value in values.items() if name not in YOUNGER or value not in (None, "")}
+            for section, values in sections.items()
+        }
+        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 
 PAPER: dict[str, Any] = {
@@ -153,9 +185,10 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix."""
 
 
-_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above"))
+_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above", "norm_limit", "norm_policy"))
 DERIVED: dict[str, tuple[str, ...]] = {
-    "preset": ("width", "layers", "heads", "context"),
+    "preset": ("width", "layers", "heads", "context", "hf"),
+    "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer"),
     "data": ("languages", "vocab_size"),
     "tokenizer": ("vocab_size",),
     "paces": ("schedule_steps",),
@@ -163,60 +196,13 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "arrivals": ("schedule_steps",),
     "method": _RULE,
 }
-"""Field -> the fields whose values `resolve` or the data fill in from it."""
+"""Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
+YOUNGER = ("hf", "norm_limit", "norm_policy")
+"""Settings that came after runs were kept. Where they are not used, a run is known by the digest that it had without them."""
 
 
 def field_types() -> dict[str, Any]:
     return {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items()}
-
-
-def convert(name: str, value: Any) -> Any:
-    """A value from TOML, or the text of a flag, as the field's type; a UserError where that cannot be."""
-    hint = field_types()[name]
-    options = [a for a in get_args(hint) if a is not type(None)]
-    if type(None) in get_args(hint):
-        hint = options[0] if len(options) == 1 else hint
-    try:
-        return _as(hint, value)
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        remedy = nearest(str(value), [str(c) for c in choices]) if choices else f"give {_in_words(hint)}."
-        raise UserError(f"{name} cannot be {value!r}: {remedy}") from error
-
-
-def _as(hint: Any, value: Any) -> Any:
-    if get_origin(hint) is Literal:
-        if value not in get_args(hint):
-            raise ValueError
-        return value
-    if get_origin(hint) is list:
-        [item] = get_args(hint)
-        if isinstance(value, str):
-            value = [part.strip() for part in value.split(",")] if value.strip() else []
-        return [_as(item, part) for part in (value if isinstance(value, tuple) else _same(list, value))]
-    if hint is bool:
-        return (
-            {"true": True, "false": False, "yes": True, "no": False}[value.lower()]
-            if isinstance(value, str)
-            else _same(bool, value)
-        )
-    if hint is int:
-        return int(value) if isinstance(value, str) else _same(int, value)
-    if hint is float:
-        return float(value) if not isinstance(value, bool) else _same(float, value)
-    return _same(str, value)
-
-
-def _same(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise TypeError
-    return value
-
-
-def _in_words(hint: Any) -> str:
-    if get_origin(hint) is list:
-        return "a list such as 1,6,6" if get_args(hint)[0] is float else "a list such as de,en,fr"
-    return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")
 
 
 def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
@@ -224,8 +210,9 @@ def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
     for name in values:
         if name not in FIELDS:
             raise UserError(f"There is no setting {name!r}; {nearest(name, list(FIELDS))}")
+    types = field_types()
     for section in SECTIONS:
-        changes = {name: convert(name, value) for name, value in values.items() if FIELDS[name] == section}
+        changes = {name: convert(name, value, types[name]) for name, value in values.items() if FIELDS[name] == section}
         if changes:
             config = replace(config, **{section: replace(getattr(config, section), **changes)})
     return config
@@ -238,14 +225,23 @@ def read_toml(path: Path, overridden: Iterable[str] = ()) -> dict[str, Any]:
     is `overridden` is left out, to be derived anew.
     """
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"There is no config file {path}: check the path.") from None
     except OSError as error:
         raise UserError(
             f"The config file {path} cannot be read ({error.strerror}): give a TOML file that you may read."
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
+    return parse_toml(text, str(path), overridden)
+
+
+def parse_toml(text: str, path: str, overridden: Iterable[str] = ()) -> dict[str, Any]:
+    """The fields of TOML text; `path` is what it is called where it is wrong."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
     values: dict[str, Any] = {}
     effective = document.pop("effective", False) is True
@@ -257,7 +253,12 @@ def read_toml(path: Path, overridden: Iterable[str] = ()) -> dict[str, Any]:
                 known = [n for n, s in FIELDS.items() if s == section]
                 raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
             values[name] = value
-    stale = {derived for name in overridden for derived in DERIVED.get(name, ())} if effective else set()
+    return without_derived(values, overridden) if effective else values
+
+
+def without_derived(values: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
+    """The values that are not derived from something that was given."""
+    stale = {derived for name in given for derived in DERIVED.get(name, ())}
     return {name: value for name, value in values.items() if name not in stale}
 
 
@@ -294,8 +295,21 @@ def weight_options(config: OuterConfig) -> dict[str, float]:
     return given
 
 
+def gpt_config(model: ModelConfig) -> GPTConfig:
+    sizes = ("width", "layers", "heads", "context", "vocab_size")
+    return preset(model.preset, **{name: getattr(model, name) for name in sizes})
+
+
+def norm_guard(config: OuterConfig) -> NormGuard:
+    if config.norm_policy is not None and config.norm_limit is None:
+        raise UserError("norm_policy says what happens above norm_limit: give that too, or leave both out.")
+    return NormGuard(math.inf if config.norm_limit is None else config.norm_limit, config.norm_policy or "refuse")
+
+
 def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
+    if not config.data.tokenizer and not config.model.hf:
+        config = replace(config, data=replace(config.data, tokenizer="bytes"))
     workers = _resolve_workers(config.workers)
     method = get_method(config.outer.method)
     settings = config.run
@@ -311,7 +325,9 @@ def resolve(config: RunConfig) -> RunConfig:
     for name in ("limit_mb", "alpha"):
         if not 0 < getattr(config.data, name) < math.inf:
             raise UserError(f"{name} is {getattr(config.data, name)}: give a finite number above 0.")
+    _check_cluster(config.cluster)
     Drop(config.outer.drop, config.outer.drop_above)
+    norm_guard(config.outer)
     weight_options(config.outer)
     method.check(outer_knobs(config.outer))
     knobs = {**method.knobs(), **outer_knobs(config.outer)}
@@ -327,17 +343,32 @@ def resolve(config: RunConfig) -> RunConfig:
     return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config))
 
 
+def _check_cluster(config: ClusterConfig) -> None:
+    if config.min_workers < 1:
+        raise UserError(f"min_workers is {config.min_workers}: give a number ≥ 1.")
+    if config.participation < 0:
+        raise UserError(f"participation is {config.participation}: give a number of arrivals, or 0.")
+    for name, least in (("give_up_after_s", 0.0), ("beat_s", 0.01), ("patience", 2.0), ("journal_gb", 0.0)):
+        if not least <= getattr(config, name) < math.inf:
+            raise UserError(f"{name} is {getattr(config, name)}: give a finite number of at least {least:g}.")
+
+
 def _resolve_model(whole: RunConfig) -> ModelConfig:
     config = whole.model
     if whole.data.task == "images":
-        for section, default in ((whole.data, DataConfig(task="images")), (config, ModelConfig())):
+        for section, default in ((whole.data, DataConfig(task="images", tokenizer="bytes")), (config, ModelConfig())):
             for name, value in asdict(default).items():
                 if getattr(section, name) != value:
                     raise UserError(f"{name} is a setting of the language task: leave it out, or leave out --task images.")
         return config
-    base = preset(config.preset)
     if config.eval_windows < 1:
         raise UserError(f"eval_windows is {config.eval_windows}: an evaluation needs at least one sample per source.")
+    if config.hf:
+        for name in ("preset", "width", "layers", "heads", "vocab_size"):
+            if getattr(config, name) not in ("", getattr(ModelConfig(), name)):
+                raise UserError(f"{name} is a setting of TinyGPT, but hf is {config.hf}: leave one of them out.")
+        return replace(config, preset="")
+    base = preset(config.preset)
     sizes = ("width", "layers", "heads", "context")
     return replace(config, **{name: getattr(config, name) or getattr(base, name) for name in sizes})
 

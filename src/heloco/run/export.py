@@ -1,22 +1,31 @@
-"""A run's model as one safetensors file, with the names of its state_dict."""
+"""A run's model as one safetensors file with the names of its state_dict, or as a folder that Hugging Face's library loads."""
 
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
+from torch import Tensor
 
 from heloco.errors import UserError
+from heloco.run.config import gpt_config
 from heloco.run.disk import disk_errors
 from heloco.run.folder import RunFolder
+from heloco.task.corpus.portable import write_tokenizer
+from heloco.task.gpt2_form import as_gpt2
+from heloco.task.hf import open_hf, save, transformers
+
+FORMATS = ("safetensors", "hf")
 
 
 def export_model(folder: RunFolder, out: Path) -> int:
     """Writes the newest checkpoint's outer parameters and buffers; returns the number of parameters. Needs no data."""
     state, tensors = folder.load_model()
     meta = folder.meta()
-    named = {block["name"]: tensors[f"parameter.{i}"] for i, block in enumerate(meta["blocks"])}
-    count = sum(t.numel() for t in named.values())
-    named |= {alias: named[name].clone() for alias, name in meta["tied"].items()}
-    named |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(meta["buffers"])}
+    named, count = _named(meta, tensors)
+    for name in meta.get("passing_buffers", ()):  # a state_dict does not hold these
+        del named[name]
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'model.safetensors'}.")
     with disk_errors(out, "export again."):
@@ -28,3 +37,40 @@ def export_model(folder: RunFolder, out: Path) -> int:
         finally:
             temporary.unlink(missing_ok=True)
     return count
+
+
+def _named(meta: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """A checkpoint's outer parameters and buffers by the model's names for them, and the number of parameters."""
+    named = {block["name"]: tensors[f"parameter.{i}"] for i, block in enumerate(meta["blocks"])}
+    count = sum(t.numel() for t in named.values())
+    named |= {alias: named[name].clone() for alias, name in meta["tied"].items()}
+    named |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(meta["buffers"])}
+    return named, count
+
+
+def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
+    """Writes a folder for `AutoModelForCausalLM.from_pretrained`, whole or not at all; returns the number of parameters, and
+    whether the tokenizer is there too."""
+    config = folder.config()
+    if config.data.task != "language":
+        raise UserError("The run's model classifies images, for which there is no Hugging Face form: use --format safetensors.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} exists and is no empty folder: choose another --out.")
+    named, count = _named(folder.meta(), folder.load_model()[1])
+    hf = open_hf(config.model.hf) if config.model.hf else None
+    transformers()  # says so where it is missing, before anything is written
+    place = out.resolve()
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    with disk_errors(out, "export again."):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.mkdir()
+            end_of_text = write_tokenizer(config.data.tokenizer, config.data.data, temporary)
+            if hf is not None:
+                hf.write(temporary, named)
+            else:
+                save(as_gpt2(gpt_config(config.model), named, end_of_text), temporary)
+            temporary.replace(place)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return count, end_of_text is not None

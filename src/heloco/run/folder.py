@@ -43,13 +43,13 @@ class RunFolder:
     # ---- making and finding
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, meta: dict[str, Any]) -> "RunFolder":
-        """A new folder with its config, taken for this process; refuses one that exists and is not empty."""
+    def create(cls, path: Path, config: RunConfig, meta: dict[str, Any], among: tuple[str, ...] = ()) -> "RunFolder":
+        """A new folder with its config, taken for this process; refuses one that exists and has more in it than `among`."""
         folder = cls(path)
         with disk_errors(path, "start the run again."):
             path.mkdir(parents=True, exist_ok=True)
             with folder._taken():
-                cls.check_free(path)
+                cls.check_free(path, among)
                 try:
                     write_atomically(path / META, json.dumps(meta, indent=1).encode())
                     write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
@@ -59,10 +59,10 @@ class RunFolder:
         return folder
 
     @staticmethod
-    def check_free(path: Path) -> None:
+    def check_free(path: Path, among: tuple[str, ...] = ()) -> None:
         if (path / CONFIG).is_file():
             raise UserError(f"The run folder {path} exists: choose another --out, or `heloco resume {path}` to go on with it.")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(each.name not in among for each in path.iterdir())):
             raise UserError(f"{path} exists and is no empty folder: choose another --out.")
 
     @classmethod
@@ -121,11 +121,13 @@ class RunFolder:
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
 
-    def save_checkpoint(self, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def save_checkpoint(
+        self, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep_first: bool = False
+    ) -> None:
         assert self.tape is not None and self.evals is not None
         with disk_errors(self.path / CHECKPOINTS, self.remedy):
             state = {**state, "tape_bytes": self.tape.sync(), "evals_bytes": self.evals.sync()}
-            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors)
+            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors, keep_first=keep_first)
 
     def latest(self) -> Path | None:
         checkpoints = checkpoint.found(self.path / CHECKPOINTS)
@@ -142,6 +144,11 @@ class RunFolder:
         if loaded is None:
             raise UserError(f"{self.path} has no checkpoint yet: `heloco resume {self.path}` starts it.")
         return loaded
+
+    def journal_mark(self) -> int:
+        """The last event of the journal that no kept checkpoint needs, the very first aside: up to it tensors may go."""
+        kept = checkpoint.found(self.path / CHECKPOINTS)[-checkpoint.KEEP :]
+        return min(int(checkpoint.state_of(path).get("journal", 0)) for path in kept)
 
     def close(self) -> None:
         for lines in (self.tape, self.evals):

@@ -131,8 +131,9 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
 
 def deciding_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that decide what a run does, by name."""
-    sections = asdict(config).values()
-    return {name: value for section in sections for name, value in section.items() if name not in APART and value is not None}
+    sections = [values for section, values in asdict(config).items() if section != "cluster"]
+    settings = {name: value for section in sections for name, value in section.items() if name not in APART}
+    return {name: value for name, value in settings.items() if value not in (None, "")}  # the others are not used
 
 
 def digest(config: RunConfig, task_digest: str) -> str:

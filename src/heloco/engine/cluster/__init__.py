@@ -1,0 +1,1 @@
+"""A run on real machines: one service around the synchronizer, and what connects machines to it."""

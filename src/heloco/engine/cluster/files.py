@@ -1,0 +1,155 @@
+"""What comes in from machines, and goes out to them, as files: nothing is believed before it was checked."""
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from heloco.engine.cluster.recorded import start_layout
+from heloco.run.disk import FULL
+from heloco.run.tensors import Layout, write
+from heloco.synchronizer import Synchronizer
+
+Key = tuple[int, int, int]
+"""(worker, round, version) of a contribution."""
+ROUNDS = "rounds"
+
+
+class Denied(Exception):
+    """A request that is refused: `name` for programs, the text for people."""
+
+    def __init__(self, name: str, sentence: str, **about: Any) -> None:
+        super().__init__(sentence)
+        self.name, self.about = name, about
+
+
+class Incoming:
+    """A file on its way in. Hashed as it comes; nothing of it is believed before its header is the layout's, to the byte."""
+
+    def __init__(self, path: Path, layout: Layout) -> None:
+        self.path, self.layout = path, layout
+        self.size = 0
+        self.turn = 0
+        self._hashed = xxhash.xxh3_128()
+        self._file = path.open("wb", buffering=0)
+        self._lock = threading.Lock()
+
+    def begin(self, offset: int) -> int:
+        """A connection takes over; one that is still open from before may write no more. Gives the turn to write with."""
+        with self._lock:
+            if offset != self.size:
+                raise Denied("offset", f"{self.size} bytes are here: go on from there.", size=self.size)
+            self.turn += 1
+            return self.turn
+
+    def write(self, turn: int, piece: bytes | memoryview) -> None:
+        with self._lock:
+            if turn != self.turn:
+                raise Denied("offset", "another connection has taken this transfer over.", size=self.size)
+            if self.size + len(piece) > self.layout.size:
+                self._restart()
+                raise Denied("too-long", f"a body of more than {self.layout.size} bytes is longer than the model's.")
+            if self.size < len(self.layout.header):
+                expected = self.layout.header[self.size : self.size + len(piece)]
+                if bytes(piece[: len(expected)]) != expected:
+                    self._restart()
+                    raise Denied("layout", "the tensors are not of this run's model: names, shapes or dtypes differ.")
+            try:
+                written = 0
+                while written < len(piece):
+                    written += self._file.write(piece[written:])
+            except OSError as error:
+                self._file.truncate(self.size)
+                self._file.seek(self.size)
+                raise full_disk(error, self.path) from error
+            self._hashed.update(piece)
+            self.size += len(piece)
+
+    def digest(self) -> str:
+        return self._hashed.hexdigest()
+
+    def _restart(self) -> None:
+        self._file.truncate(0)
+        self._file.seek(0)
+        self.size, self._hashed = 0, xxhash.xxh3_128()
+
+    def restart(self) -> None:
+        with self._lock:
+            self._restart()
+
+    def close(self, *, remove: bool) -> None:
+        self._file.close()
+        if remove:
+            self.path.unlink(missing_ok=True)
+
+
+def full_disk(error: OSError, path: Path) -> Denied:
+    why = "is full" if error.errno in FULL else f"cannot be written to ({error.strerror})"
+    return Denied("disk", f"the synchronizer's disk {why}, at {path.parent}: free some space there; machines wait and try again.")
+
+
+class StartFiles:
+    """What rounds start from: once on disk for all of one version, so that a transfer that was cut can go on, and the
+    synchronizer's memory does not grow with the machines."""
+
+    def __init__(self, run: Path, synchronizer: Synchronizer) -> None:
+        self.folder = run / ROUNDS
+        self.folder.mkdir(exist_ok=True)
+        self.layout = start_layout(synchronizer)
+        self._one_by_one = self.layout.names == [f"parameter.{i}" for i in range(len(synchronizer.parameters))] + [
+            f"buffer.{i}" for i in range(len(synchronizer.buffers))
+        ]
+        self.tidy(synchronizer)
+
+    def path(self, version: int) -> Path:
+        return self.folder / f"{version}.safetensors"
+
+    def write(self, synchronizer: Synchronizer) -> None:
+        """Of the version as it stands now."""
+        path = self.path(synchronizer.outer_step)
+        if path.exists():
+            return
+        partial = path.with_suffix(".partial")
+        try:
+            with partial.open("wb", buffering=0) as file:
+                named = synchronizer.start()
+                write(file, self.layout, (tensor for _, tensor in named) if self._one_by_one else dict(named))
+            partial.rename(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise full_disk(error, path) from error
+
+    def tidy(self, synchronizer: Synchronizer) -> None:
+        """Removes what no round under way started from."""
+        wanted = {self.path(held.version) for held in synchronizer.held.values()} | {self.path(synchronizer.outer_step)}
+        for path in self.folder.iterdir():
+            if path not in wanted:
+                path.unlink(missing_ok=True)
+
+
+def finite(tensors: list[Tensor]) -> bool:
+    floating = [t for t in tensors if t.is_floating_point() and t.numel()]
+    norms = torch._foreach_norm(floating, 2, dtype=torch.float64) if floating else []
+    return all(math.isfinite(n) for n in torch.stack(list(norms)).tolist()) if floating else True
+
+
+def checked(report: dict[str, Any]) -> dict[str, Any]:
+    """What a machine says about its contribution."""
+    told: dict[str, Any] = {}
+    for name in ("loss", "last_loss"):
+        value = report.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise Denied("report", f"{name} must be a number or null.")
+        told[name] = None if value is None else float(value)
+    for name in ("samples", "units"):
+        value = report.get(name, 0)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
+            raise Denied("report", f"{name} must be a whole number ≥ 0.")
+        told[name] = value
+    if not isinstance(report.get("digest"), str):
+        raise Denied("report", "digest must be the xxh3-128 of the file, in hexadecimal.")
+    return {**told, "digest": report["digest"]}

@@ -1,0 +1,116 @@
+"""Who takes part in a real run: which machine sits on which seat, how far its round is, and whether it is still there.
+
+A seat is one of the synchronizer's workers. A machine has a seat of its own while there are enough of them; the rounds of empty
+seats are done by whoever is free, so that a shard whose machine is gone goes on. Times are handed in.
+"""
+
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+GAPS = 8
+
+
+@dataclass
+class Machine:
+    id: str
+    """Its name, # and something random."""
+    seat: int | None
+    """None: all seats are taken, it waits for one."""
+    joined_s: float
+    seen_s: float
+    """When it was last heard of."""
+    progressed_s: float
+    """When it last got on: a step, or bytes of a transfer."""
+    pace_s: float | None = None
+    steps: int = 0
+    """Inner steps of its present round that are done."""
+    round: tuple[int, int, int] | None = None
+    """(worker, round, version) that it holds."""
+    refused: int = 0
+    """Contributions refused in a row."""
+    arrivals: int = 0
+    committing: bool = False
+    """Its contribution is all here, and it waits for the answer."""
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS))
+    """Its last times between two signs of progress."""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.id)
+
+    def usual_gap(self, beat_s: float) -> float:
+        return max(beat_s, *self.gaps) if self.gaps else beat_s
+
+
+def name_of(machine: str) -> str:
+    return machine.rpartition("#")[0]
+
+
+class Machines:
+    def __init__(self, seats: int, beat_s: float, patience: float) -> None:
+        self.seats = seats
+        self.beat_s = beat_s
+        self.patience = patience
+        self.present: dict[str, Machine] = {}
+
+    def __iter__(self) -> Iterator[Machine]:
+        return iter(list(self.present.values()))
+
+    def join(self, name: str, now_s: float, *, returning: str | None = None, pace_s: float | None = None) -> Machine:
+        """A machine comes, or comes back under the id it had."""
+        if returning in self.present:
+            machine = self.present[returning]
+            machine.seen_s = machine.progressed_s = now_s
+        else:
+            made = returning or f"{name}#{secrets.token_hex(4)}"
+            machine = self.present[made] = Machine(made, None, now_s, now_s, now_s)
+            self.seat_the_waiting()
+        machine.pace_s = pace_s or machine.pace_s
+        return machine
+
+    def seat_the_waiting(self) -> None:
+        """Empty seats go to those who have waited longest; a seat whose round somebody else still does goes last."""
+        for machine in self:
+            if machine.seat is None and (empty := self.empty_seats()):
+                machine.seat = min(empty, key=lambda seat: (seat in self.held_seats(), seat))
+
+    def empty_seats(self) -> set[int]:
+        return set(range(self.seats)) - {machine.seat for machine in self if machine.seat is not None}
+
+    def held_seats(self) -> set[int]:
+        return {machine.round[0] for machine in self if machine.round}
+
+    def leave(self, machine: Machine) -> None:
+        del self.present[machine.id]
+        self.seat_the_waiting()
+
+    def saw(self, machine: Machine, now_s: float) -> None:
+        machine.seen_s = now_s
+
+    def progressed(self, machine: Machine, now_s: float) -> None:
+        machine.gaps.append(now_s - machine.progressed_s)
+        machine.seen_s = machine.progressed_s = now_s
+
+    def took(self, machine: Machine, round_: tuple[int, int, int], now_s: float) -> None:
+        machine.round, machine.steps = round_, 0
+        machine.seen_s = machine.progressed_s = now_s
+
+    def forgive(self, away_s: float) -> None:
+        """Time in which nobody could have been heard does not count."""
+        for machine in self:
+            machine.seen_s += away_s
+            machine.progressed_s += away_s
+
+    def lost(self, now_s: float) -> list[Machine]:
+        """Those that made no progress for too long, by what is usual for them; without a round, those not heard of."""
+        found = []
+        for machine in self:
+            since = machine.progressed_s if machine.round else machine.seen_s
+            if not machine.committing and now_s - since > self.patience * machine.usual_gap(self.beat_s):
+                found.append(machine)
+        return found
+
+    def paces(self) -> list[float]:
+        return [machine.pace_s for machine in self if machine.pace_s]

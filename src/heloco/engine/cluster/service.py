@@ -1,0 +1,529 @@
+"""What a real run offers to the machines that take part, whatever connects them: Ray's actor and the HTTPS gateway are thin.
+
+Many threads may call it; one lock orders them. A contribution comes in as bytes at an offset, so that a transfer goes on where it
+was cut; it counts when `commit` has answered. Whatever is wrong with a request is a `Denied` with a name and a sentence, and has
+changed nothing.
+"""
+
+import math
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import heloco
+from heloco.engine.cluster.files import Denied, Incoming, Key, StartFiles, checked, finite, full_disk
+from heloco.engine.cluster.machines import Machine, Machines, name_of
+from heloco.engine.cluster.recorded import Ack, RecordedRun, as_contribution
+from heloco.errors import RunStopped, UserError
+from heloco.policy import inner_steps
+from heloco.run.config import RunConfig, to_toml
+from heloco.run.disk import FULL
+from heloco.run.journal import FOLDER
+from heloco.run.tensors import Layout, mapped
+from heloco.synchronizer import NOT_FINITE
+
+AWAY_S = 2.0
+
+
+class Service:
+    """`found` makes the run from the first machine's model, where the run has no model of its own."""
+
+    def __init__(
+        self,
+        run: RecordedRun | None,
+        config: RunConfig,
+        folder: Path,
+        *,
+        task_digest: str = "",
+        found: Callable[[Layout, dict[str, Tensor], list[str]], RecordedRun] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config, self.folder, self.task_digest = config, folder, task_digest
+        self.run_id = run_id(folder)
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        cluster = config.cluster
+        self.machines = Machines(len(config.workers.paces), cluster.beat_s, cluster.patience)
+        self.paused = ""
+        """Why nobody gets a round at the moment."""
+        self.ended = ""
+        """Why the run is over: finished, stopped, or a sentence."""
+        self.failed = False
+        self._found, self._clock = found, clock
+        self._incoming: dict[Key, Incoming] = {}
+        self._model: Incoming | None = None
+        self._paused_s = self._ticked_s = 0.0
+        self._zero_s = clock()
+        self.recorded: RecordedRun | None = None
+        if run is not None:
+            self._take_up(run)
+
+    def _take_up(self, run: RecordedRun) -> None:
+        self.recorded = run
+        self._zero_s = self._clock() - run.time_s
+        self._ticked_s = self.now_s
+        self.starts = StartFiles(self.folder, run.synchronizer)
+        for worker, held in run.synchronizer.held.items():  # of before a restart: their machines may come back with them
+            machine = self.machines.join("", self.now_s, returning=run.machine_of[worker])
+            self.machines.took(machine, (worker, held.index, held.version), self.now_s)
+        self.starts.tidy(self.recorded.synchronizer)
+        if run.finished:
+            self.ended = "finished"
+
+    @property
+    def now_s(self) -> float:
+        """The run's own time: it stands still while the synchronizer is down."""
+        return self._clock() - self._zero_s
+
+    @contextmanager
+    def _recording(self) -> Iterator[RecordedRun]:
+        """The run, locked. What goes wrong with its files ends the service: what is on disk is whole, and is taken up again."""
+        with self.changed:
+            self._check_open()
+            assert self.recorded is not None
+            try:
+                yield self.recorded
+            except Denied:
+                raise
+            except OSError as error:
+                if error.errno in FULL:
+                    raise full_disk(error, self.folder / FOLDER) from error
+                self._fail(f"{self.folder} cannot be written ({error.strerror}).")
+                raise
+            except (UserError, RunStopped) as error:
+                self._fail(str(error))
+                raise Denied("ended", self.ended) from error
+            except BaseException as error:
+                self._fail(f"the synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                raise
+            finally:
+                self.changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        self.failed, self.ended = True, why
+        self.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise Denied("ended", f"The run has ended: {self.ended}")
+
+    def machine(self, machine: str) -> Machine:
+        found = self.machines.present.get(machine)
+        if found is None:
+            raise Denied("unknown-machine", f"{machine!r} is not here, or was away for too long: join again.")
+        self.machines.saw(found, self.now_s)
+        return found
+
+    # ---- coming and going
+
+    def describe(self) -> dict[str, Any]:
+        """What a machine needs to know before it joins."""
+        return {
+            "run": self.run_id, "heloco": heloco.__version__, "config": to_toml(self.config), "task_digest": self.task_digest,
+            "external": self._found is not None, "ended": self.ended,
+        }  # fmt: skip
+
+    def join(
+        self,
+        name: str,
+        *,
+        returning: str | None = None,
+        pace_s: float | None = None,
+        version: str = heloco.__version__,
+        layout: Layout | None = None,
+    ) -> dict[str, Any]:
+        """`layout`: of the machine's own model, where it brings one."""
+        with self.changed:
+            self._check_open()
+            if version.split(".")[:2] != heloco.__version__.split(".")[:2]:
+                raise Denied(
+                    "version", f"this run is of heloco {heloco.__version__}, the machine has {version}: install the same."
+                )
+            if self.recorded is None and layout is None:
+                raise Denied("no-model", "this run trains whatever model its machines bring: join it from a training script.")
+            if self.recorded is not None and layout is not None and (wrong := self.starts.layout.difference(layout)):
+                raise Denied("layout", f"this run trains another model: here, {wrong}.")
+            known = returning in self.machines.present
+            machine = self.machines.join(_clean(name), self.now_s, returning=_clean(returning), pace_s=pace_s)
+            if self.recorded is not None and not known:
+                with self._recording() as run:
+                    run.note("join", self.now_s, machine=machine.id, seat=machine.seat)
+            self._consider_pause()
+            return {
+                "machine": machine.id, "seat": machine.seat, "run": self.run_id, "seats": self.machines.seats,
+                "beat_s": self.config.cluster.beat_s, "needs_model": self.recorded is None,
+                "layout": self.starts.layout.as_json() if self.recorded else None,
+                "contribution": self.recorded.layout.as_json() if self.recorded else None,
+            }  # fmt: skip
+
+    def leave(self, machine: str, reason: str = "it left") -> None:
+        with self.changed:
+            if machine in self.machines.present:
+                self._part_with(self.machines.present[machine], "leave", reason)
+
+    def _part_with(self, machine: Machine, kind: str, reason: str) -> None:
+        if machine.round and self.recorded is not None and not self.ended:
+            self._abandon(machine, reason)
+        self.machines.leave(machine)
+        if self.recorded is not None and not self.ended:
+            with self._recording() as run:
+                run.note(kind, self.now_s, machine=machine.id, reason=reason)
+        self._consider_pause()
+        self.changed.notify_all()
+
+    def beat(self, machine: str, steps: int = 0, pace_s: float | None = None) -> dict[str, Any]:
+        """A sign of life, and how far the round is. The answer says whether going on makes sense.
+
+        It takes no lock, so that it never waits behind a contribution, an evaluation or a checkpoint."""
+        found = self.machine(machine)
+        if steps != found.steps:
+            found.steps = steps
+            self.machines.progressed(found, self.now_s)
+        if pace_s is not None and 0 < pace_s < math.inf:
+            found.pace_s = pace_s
+        return {"ended": self.ended, "paused": self.paused, "stale": self._too_stale(found), "round": found.round}
+
+    def _too_stale(self, machine: Machine) -> bool:
+        run, held = self.recorded, machine.round
+        if run is None or held is None:
+            return False
+        return run.synchronizer.drop(run.synchronizer.outer_step - held[2]) == "skip"
+
+    # ---- rounds
+
+    def next_round(self, machine: str) -> dict[str, Any]:
+        """A round for the machine: the one it holds, or a new one; or {"wait": why}."""
+        with self.changed:
+            found = self.machine(machine)
+            self._check_open()
+            if self.recorded is None:
+                return {"wait": "the run has no model yet"}
+            if found.round is None:
+                if reason := self._reason_to_wait(found):
+                    return {"wait": reason}
+                self._hand_out(found)
+            assert found.round is not None
+            held = self.recorded.synchronizer.held[found.round[0]]
+            return {
+                "worker": held.worker, "round": held.index, "version": held.version, "shard": held.shard, "spans": held.spans,
+                "inner_steps": held.inner_steps, "shard_steps": held.shard_steps, "run_steps": held.run_steps,
+                "bytes": self.starts.layout.size, "run": self.run_id,
+            }  # fmt: skip
+
+    def _reason_to_wait(self, machine: Machine) -> str:
+        assert self.recorded is not None
+        present = {m.name for m in self.machines}
+        contributing = {name_of(name) for name in self.recorded.contributors} & present
+        if self.paused and (len(self.machines.present) < self.config.cluster.min_workers or machine.name in contributing):
+            return self.paused
+        return "" if self._free_seats(machine) else "all workers' rounds are under way"
+
+    def _free_seats(self, machine: Machine) -> list[int]:
+        """The machine's own seat and the empty ones, as far as their rounds are not under way or waiting at a barrier."""
+        assert self.recorded is not None
+        synchronizer = self.recorded.synchronizer
+        waiting = {*synchronizer.held, *synchronizer.waiting}
+        own = {machine.seat} if machine.seat is not None else set()
+        return sorted((own | self.machines.empty_seats()) - waiting)
+
+    def _hand_out(self, machine: Machine) -> None:
+        """Of the free seats the one with the fewest arrivals, the machine's own where that is among them."""
+        with self._recording() as run:
+            synchronizer = run.synchronizer
+            seat = min(self._free_seats(machine), key=lambda s: (synchronizer.arrivals_of[s], s != machine.seat, s))
+            self.starts.write(synchronizer)
+            run.dispatch(seat, machine.id, self._steps(machine), self.now_s)
+            held = synchronizer.held[seat]
+            self.machines.took(machine, (seat, held.index, held.version), self.now_s)
+
+    def _steps(self, machine: Machine) -> int:
+        workers = self.config.workers
+        paces = self.machines.paces()
+        if workers.steps == "constant" or not machine.pace_s or not paces:
+            return workers.inner_steps
+        return inner_steps(workers.steps, workers.inner_steps, [min(paces), machine.pace_s])[1]
+
+    def start(self, machine: str, key: Key) -> Path:
+        """The file that the machine's round starts from."""
+        with self.lock:
+            found = self._holding(machine, key)
+            path = self.starts.path(key[2])
+            if not path.exists():  # lost with a machine that crashed: the round cannot be begun any more
+                self._abandon(found, "what it starts from is gone")
+                raise Denied("not-held", "what this round starts from is gone: take a fresh one.")
+            return path
+
+    def moved(self, machine: str) -> None:
+        """Bytes went out to a machine, or came in. Takes no lock either."""
+        if found := self.machines.present.get(machine):
+            self.machines.progressed(found, self.now_s)
+
+    def _holding(self, machine: str, key: Key) -> Machine:
+        found = self.machine(machine)
+        self._check_open()
+        if self.recorded is None:
+            raise Denied("not-held", "the run has no model yet.")
+        if found.round != key:
+            if key[2] > self.recorded.synchronizer.outer_step:
+                raise Denied(
+                    "future", f"version {key[2]} is from the future: the run is at {self.recorded.synchronizer.outer_step}."
+                )
+            has = "none" if found.round is None else "round {1} of worker {0}, version {2}".format(*found.round)
+            raise Denied(
+                "not-held",
+                f"{found.name} does not hold round {key[1]} of worker {key[0]}, version {key[2]} (it holds {has}): that one was "
+                "given up or given to another. Take a fresh round.",
+            )
+        return found
+
+    def abandon(self, machine: str, reason: str) -> None:
+        """The machine gives its round back undone."""
+        with self.changed:
+            found = self.machine(machine)
+            if found.round and not self.ended:
+                self._abandon(found, reason)
+
+    def _abandon(self, machine: Machine, reason: str) -> None:
+        assert machine.round is not None
+        with self._recording() as run:
+            run.abandon(machine.round[0], reason, self.now_s)
+            self._forget(machine)
+
+    def _forget(self, machine: Machine, *, keep_tensors: bool = False) -> None:
+        assert machine.round is not None and self.recorded is not None
+        if incoming := self._incoming.pop(machine.round, None):
+            incoming.close(remove=not keep_tensors)
+        machine.round = None
+        machine.steps = 0
+        self.starts.tidy(self.recorded.synchronizer)
+
+    # ---- contributions
+
+    def received(self, machine: str, key: Key) -> dict[str, Any]:
+        """How much of a contribution is here, or its acknowledgement."""
+        with self.lock:
+            if ack := self._ack(key):
+                return {"ack": ack}
+            self._holding(machine, key)
+            return {"size": self._incoming[key].size if key in self._incoming else 0}
+
+    def _ack(self, key: Key) -> Ack | None:
+        if self.recorded is None or not 0 <= key[0] < self.machines.seats:
+            return None
+        ack = self.recorded.ack_of(key[0], key[1])
+        return ack if ack and ack["version"] == key[2] else None
+
+    def incoming(self, machine: str, key: Key) -> Incoming:
+        with self.lock:
+            self._holding(machine, key)
+            assert self.recorded is not None
+            if key not in self._incoming:
+                try:
+                    self._incoming[key] = Incoming(self.recorded.journal.tensors(*key), self.recorded.layout)
+                except OSError as error:
+                    raise full_disk(error, self.recorded.journal.path / "x") from error
+            return self._incoming[key]
+
+    def commit(self, machine: str, key: Key, report: dict[str, Any]) -> Ack:
+        """The contribution is all here: it is checked, written down, applied, and answered. The same again: the same answer."""
+        with self.lock:
+            if ack := self._ack(key):
+                return ack
+            found, incoming = self._holding(machine, key), self._incoming.get(key)
+            assert self.recorded is not None
+            layout = self.recorded.layout
+            found.committing = True  # from here on the machine can only wait for us
+        try:
+            return self._commit(machine, key, report, incoming, layout)
+        finally:
+            found.committing = False
+            self.moved(machine)
+
+    def _commit(self, machine: str, key: Key, report: dict[str, Any], incoming: Incoming | None, layout: Layout) -> Ack:
+        if incoming is None or incoming.size < layout.size:
+            size = incoming.size if incoming else 0
+            raise Denied("incomplete", f"{size} of {layout.size} bytes are here: send the rest.", size=size)
+        told = checked(report)
+        if incoming.digest() != told["digest"]:
+            incoming.restart()
+            raise Denied("corrupted", "what arrived is not what was sent (its digest differs): send it again.", size=0)
+        event = {"worker": key[0], "round": key[1], "version": key[2], **told}
+        contribution = as_contribution(event, mapped(incoming.path, layout))
+        if not finite(contribution.pseudo_gradient):
+            return self._refuse(machine, key, NOT_FINITE)
+        with self._recording() as run:
+            if ack := self._ack(key):
+                return ack
+            found = self._holding(machine, key)
+            ack = run.receive(contribution, digest=told["digest"], machine=machine, time_s=self.now_s)
+            self._forget(found, keep_tensors=True)
+            if ack["verdict"] == "refused":
+                found.refused += 1
+            else:
+                found.refused, found.arrivals = 0, found.arrivals + 1
+            self.machines.progressed(found, self.now_s)
+            self._turn_away_if_hopeless(found)
+            if run.finished:
+                self.ended = "finished"
+            return ack
+
+    def _refuse(self, machine: str, key: Key, reason: str) -> Ack:
+        """Nothing of it is kept; the data of its round goes back to the ledger."""
+        with self.changed:
+            found = self._holding(machine, key)
+            found.refused += 1
+            self._abandon(found, reason)
+            self._turn_away_if_hopeless(found)
+        raise Denied("not-finite", f"The contribution was refused: {reason}. Take a fresh round.")
+
+    def _turn_away_if_hopeless(self, machine: Machine) -> None:
+        if machine.refused >= self.config.run.max_refusals:
+            self._part_with(machine, "turned-away", f"{machine.refused} of its contributions in a row were refused")
+
+    # ---- a model from outside
+
+    def incoming_model(self, machine: str, layout: Layout) -> Incoming:
+        with self.lock:
+            self.machine(machine)
+            self._check_open()
+            if self.recorded is not None:
+                raise Denied("has-model", "the run has its model.")
+            if self._model is None or self._model.layout != layout:
+                self._model = Incoming(self.folder / "model.partial", layout)
+            return self._model
+
+    def commit_model(self, machine: str, names: list[str], digest: str) -> None:
+        """The first machine's model is what the run starts from."""
+        with self.changed:
+            self.machine(machine)
+            if self.recorded is not None:
+                return
+            assert self._found is not None
+            model = self._model
+            if model is None or model.size < model.layout.size:
+                raise Denied("incomplete", "the model is not all here: send the rest.", size=model.size if model else 0)
+            if model.digest() != digest:
+                model.restart()
+                raise Denied("corrupted", "what arrived is not what was sent (its digest differs): send it again.", size=0)
+            tensors = mapped(model.path, model.layout)
+            if not finite([t for t in tensors.values() if t.is_floating_point()]):
+                raise Denied("not-finite", "the model holds NaN or Inf.")
+            self._take_up(self._found(model.layout, tensors, names))
+            model.close(remove=True)
+            for present in self.machines:
+                with self._recording() as run:
+                    run.note("join", self.now_s, machine=present.id, seat=present.seat)
+            self._consider_pause()
+
+    # ---- time passes
+
+    def tick(self) -> None:
+        """To be called now and then: parts with the lost, pauses, gives up, saves."""
+        with self.changed:
+            if self.ended:
+                return
+            away_s = self.now_s - self._ticked_s
+            if away_s > AWAY_S:  # this process stood still, or was busy: nobody is to blame for its silence
+                self.machines.forgive(away_s)
+            self._ticked_s = self.now_s
+            for machine in self.machines.lost(self.now_s):
+                silent = self.now_s - (machine.progressed_s if machine.round else machine.seen_s)
+                self._part_with(machine, "lost", f"no progress for {silent:.1f} s")
+            self._consider_pause()
+            limit = self.config.cluster.give_up_after_s
+            if self.paused and self.now_s - self._paused_s > limit:
+                self._fail(
+                    f"{self.paused}, for more than {limit:g} s. What was done is kept: `heloco serve {self.folder}` goes on."
+                )
+        self.save_if_due()
+
+    def save_if_due(self) -> None:
+        with self.changed:
+            if self.recorded is None or self.failed:
+                return
+            try:
+                self.recorded.save_if_due()
+            except UserError as error:  # a full disk, say: the journal has everything, so only the checkpoint is missing
+                if not self.paused:
+                    self.paused = str(error)
+
+    def _consider_pause(self) -> None:
+        """Whether enough machines are here, and whether enough of them contribute."""
+        if self.recorded is None or self.ended:
+            return
+        least, here = self.config.cluster.min_workers, len(self.machines.present)
+        taking_part = self.participants()
+        window = self.recorded.contributors
+        why = ""
+        if here < least:
+            why = f"{here} of at least {least} machines are here"
+        elif len(window) == window.maxlen and len(taking_part) < least:
+            why = f"only {len(taking_part)} machines contributed to the last {len(window)} arrivals, and at least {least} must"
+        if bool(why) != bool(self.paused):
+            self._paused_s = self.now_s
+            with self._recording() as run:
+                run.note("pause" if why else "go-on", self.now_s, reason=why)
+        self.paused = why
+
+    def participants(self) -> set[str]:
+        return set() if self.recorded is None else {name_of(name) for name in self.recorded.contributors}
+
+    def stop(self, reason: str = "stopped") -> None:
+        """Ends the run for now: what is there is saved, and `heloco serve` goes on with it."""
+        with self.changed:
+            if not self.ended:
+                if self.recorded is not None:
+                    for machine in list(self.machines):
+                        if machine.round:
+                            self._abandon(machine, reason)
+                    self.recorded.save()
+                self.ended = reason
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        with self.lock:
+            for incoming in self._incoming.values():
+                incoming.close(remove=True)
+            self._incoming.clear()
+            if self.recorded is not None:
+                self.recorded.close()
+
+    def status(self) -> dict[str, Any]:
+        with self.lock:
+            run = self.recorded
+            return {
+                "run": self.run_id, "folder": str(self.folder), "ended": self.ended, "paused": self.paused, "time_s": self.now_s,
+                "arrivals": run.synchronizer.arrivals if run else 0, "planned": self.config.run.arrivals,
+                "outer_step": run.synchronizer.outer_step if run else 0, "seats": self.machines.seats,
+                "participants": sorted(self.participants()),
+                "participation_over": len(run.contributors) if run else 0,
+                "min_workers": self.config.cluster.min_workers,
+                "machines": [
+                    {
+                        "machine": m.id, "name": m.name, "seat": m.seat, "round": m.round, "steps": m.steps, "pace_s": m.pace_s,
+                        "arrivals": m.arrivals, "silent_s": self.now_s - m.seen_s,
+                    }
+                    for m in self.machines
+                ],
+            }  # fmt: skip
+
+
+def run_id(folder: Path) -> str:
+    """Names a run: random, made once, kept in its folder."""
+    path = folder / "run-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()
+
+
+def _clean(name: str | None) -> Any:
+    """What a machine calls itself: it is shown, and stands in files."""
+    if name is None:
+        return None
+    return "".join(c for c in name if c.isalnum() or c in "-_.#~")[:80] or "machine"
