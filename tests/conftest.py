@@ -1,10 +1,12 @@
 """Shared by the tests: tiny runs of the real command line, in this process or in one that meets a fault; comparing runs."""
 
 import contextlib
+import gc
 import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -347,6 +349,28 @@ def _strike(fault: Fault, arguments: tuple[Any, ...]) -> None:
         fill_disk(Path(fault.ballast), fault.room)
     if fault.signal:
         os.kill(os.getpid(), fault.signal)
+
+
+@contextlib.contextmanager
+def mounted_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A disk of its own, of that size."""
+    folder.mkdir()
+    if not shutil.which("mount"):
+        pytest.skip("there is no mount command here")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        gc.collect()  # tensors of a file on it may still be mapped into memory
+        subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    with mounted_disk(tmp_path / "disk", "4m") as disk:
+        yield disk
 
 
 def fill_disk(ballast: Path, room: int = 0) -> None:

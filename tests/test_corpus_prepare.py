@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import mounted_disk
 from heloco.errors import UserError
 from heloco.task.corpus import LANGUAGES, languages, load_tokenizer, prepare, rich_progress
 from heloco.task.corpus.encoding import Batch, Encoder
@@ -205,13 +206,8 @@ def test_a_damaged_entry_is_made_anew(tmp_path, damage):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small tmpfs is not permitted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    with mounted_disk(tmp_path / "disk", "256k") as disk:
+        yield disk
 
 
 def test_a_full_disk_is_told_of_and_left_clean(tmp_path, small_disk):

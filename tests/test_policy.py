@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from heloco.errors import UserError
-from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, Standing, inner_steps, make_choice, make_weight
+from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, NormGuard, Standing, inner_steps, make_choice, make_weight
 from heloco.policy.shards import Liu
 
 
@@ -292,3 +292,46 @@ def test_a_wrong_step_policy_is_answered_with_a_sentence(name, steps, sentence):
     with pytest.raises(UserError) as error:
         inner_steps(name, steps, [1.0])
     assert str(error.value) == sentence
+
+
+# ---- norms far outside the recent ones
+
+
+def test_the_first_norms_are_only_looked_at():
+    guard = NormGuard(2.0)
+    assert [guard.scale(norm) for norm in (1, 100, 1, 1, 1, 1, 1, 1)] == [1.0] * 8
+    assert guard.scale(2.0) == 1.0
+    assert guard.scale(2.1) == 0.0
+    assert list(guard.recent) == [1, 100, 1, 1, 1, 1, 1, 1, 2.0]  # a refused one is not remembered
+
+
+def test_a_clipped_norm_is_remembered_as_what_it_was_clipped_to():
+    guard = NormGuard(2.0, "clip")
+    for _ in range(8):
+        guard.scale(3.0)
+    assert guard.scale(60.0) == pytest.approx(0.1)
+    assert guard.recent[-1] == 6.0
+
+
+def test_only_the_last_norms_count():
+    guard = NormGuard(2.0)
+    for _ in range(40):
+        guard.scale(1.0)
+    for _ in range(60):
+        guard.scale(1.9)
+    assert guard.scale(3.7) == 1.0
+
+
+def test_without_a_limit_the_guard_is_off():
+    assert not NormGuard().on and NormGuard().scale(1e300) == 1.0
+
+
+@pytest.mark.parametrize("limit", [1.0, 0.5, -3.0, math.nan])
+def test_a_limit_that_makes_no_sense_is_refused(limit):
+    with pytest.raises(UserError, match="norm_limit is"):
+        NormGuard(limit)
+
+
+def test_an_unknown_norm_policy_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'clip'"):
+        NormGuard(3.0, "clipp")

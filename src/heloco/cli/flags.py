@@ -6,6 +6,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections.abc import Collection
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from heloco.errors import UserError, nearest
@@ -52,7 +53,7 @@ def field_docs(kind: type) -> dict[str, str]:
     return docs
 
 
-def add_config_flags(parser: argparse.ArgumentParser) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     from dataclasses import fields
 
     from heloco.run.config import SECTIONS, RunConfig
@@ -61,7 +62,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     for section, kind in SECTIONS.items():
         group = parser.add_argument_group(section)
         hints, docs = get_type_hints(kind), field_docs(kind)
-        for field in fields(kind):
+        for field in (f for f in fields(kind) if f.name not in without):
             default = getattr(getattr(defaults, section), field.name)
             shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
             group.add_argument(

@@ -42,10 +42,11 @@ class Collector:
         self.evals.append(line)
 
 
-def describe(task: Task, config: RunConfig, model: nn.Module) -> dict[str, Any]:
+def describe(task: Task, config: RunConfig, model: nn.Module, clock: str = "virtual") -> dict[str, Any]:
     """run.json: what the tape's numbers refer to."""
     return {
         "format": 1,
+        "clock": clock,
         "heloco": heloco.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -9,13 +9,14 @@ import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from html import escape
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
 from heloco.report.html import as_json, page_data, render
-from heloco.report.reading import Run
+from heloco.report.reading import Run, read_runs
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -76,30 +77,63 @@ class Feed:
             yield ": still here\n\n"
 
 
-def app(runs: Sequence[Run], look_every_s: float = LOOK_EVERY_S) -> "Starlette":
-    from starlette.applications import Starlette
-    from starlette.responses import HTMLResponse, StreamingResponse
-    from starlette.routing import Route
+class Page:
+    """The page and its events for runs that `find` finds: at once, or when there is something to show."""
 
-    feeds: list[Feed] = []
+    def __init__(self, find: Callable[[], Sequence[Run]], look_every_s: float = LOOK_EVERY_S) -> None:
+        self._find, self._look_every_s = find, look_every_s
+        self._feed: Feed | None = None
+        self._watching: asyncio.Task[None] | None = None
 
-    @asynccontextmanager
-    async def lifespan(_: "Starlette") -> AsyncIterator[None]:
-        feeds.append(Feed(runs))
-        watching = asyncio.create_task(feeds[0].watch(look_every_s))
-        yield
-        watching.cancel()
+    async def _ready(self) -> Feed:
+        if self._feed is None:
+            self._feed = Feed(await asyncio.to_thread(self._find))
+            self._watching = asyncio.create_task(self._feed.watch(self._look_every_s))
+        return self._feed
 
-    async def page(_: "Request") -> "Response":
-        content = await asyncio.to_thread(render, {**feeds[0].data, "version": feeds[0].version}, live=True)
-        return HTMLResponse(content, headers={"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"})
+    async def page(self, _: "Request") -> "Response":
+        from starlette.responses import HTMLResponse
 
-    async def events(request: "Request") -> "Response":
+        headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+        try:
+            feed = await self._ready()
+        except UserError as error:  # the run has only just begun, say
+            return HTMLResponse(WAITING.format(reason=escape(str(error))), headers=headers)
+        content = await asyncio.to_thread(render, {**feed.data, "version": feed.version}, live=True)
+        return HTMLResponse(content, headers=headers)
+
+    async def events(self, request: "Request") -> "Response":
+        from starlette.responses import Response, StreamingResponse
+
+        try:
+            feed = await self._ready()
+        except UserError:
+            return Response(status_code=503)
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
         begin = int(seen) if seen.removeprefix("-").isdigit() else -1
-        return StreamingResponse(feeds[0].events(begin), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(feed.events(begin), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
-    return Starlette(routes=[Route("/", page), Route("/events", events)], lifespan=lifespan)
+
+WAITING = (
+    '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
+    "<title>HeLoCo</title><p>{reason}</p><p>This page looks again every two seconds.</p></html>"
+)
+
+
+def app(runs: Sequence[Run], look_every_s: float = LOOK_EVERY_S) -> "Starlette":
+    return _app(Page(lambda: runs, look_every_s))
+
+
+def app_of_folder(folder: Path) -> "Starlette":
+    """Of a run that may not have begun yet."""
+    return _app(Page(lambda: read_runs([folder])))
+
+
+def _app(page: Page) -> "Starlette":
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    return Starlette(routes=[Route("/", page.page), Route("/events", page.events)])
 
 
 def listen(host: str, port: int) -> socket.socket:

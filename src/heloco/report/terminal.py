@@ -28,6 +28,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
+def _clock(summary: RunSummary) -> str:
+    """Which time the tape has: a simulation's, or that of real machines."""
+    return str(summary.meta.get("clock", "virtual"))
+
+
 class Progress:
     """Looks on at a run. On a terminal it redraws one panel; elsewhere it prints a line per evaluation."""
 
@@ -57,7 +62,7 @@ class Progress:
         """An evaluation in one line."""
         loss = number(line["mean"].get("loss"))
         self.console.print(
-            f"arrival {line['arrival']:>6}/{self.arrivals}  virtual {duration(line['time_s'])}  "
+            f"arrival {line['arrival']:>6}/{self.arrivals}  {_clock(self.summary)} {duration(line['time_s'])}  "
             f"{line['units']:,} {self.summary.meta['unit']}  mean validation loss {loss}"
         )
 
@@ -70,7 +75,7 @@ class Progress:
         facts = Table.grid(padding=(0, 3))
         facts.add_row(
             f"outer step [b]{s.outer_step}[/]",
-            f"virtual time [b]{duration(s.time_s)}[/]",
+            f"{_clock(s)} time [b]{duration(s.time_s)}[/]",
             f"{s.meta['unit']} [b]{s.units:,}[/]",
             f"validation loss [b]{number(mean.get('loss'))}[/]",
         )

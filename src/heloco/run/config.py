@@ -77,7 +77,7 @@ class WorkersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
-    method: str = "heloco"
+    method: str = "heloco-ramp"
     """The outer method; `heloco methods` lists them with their knobs."""
     outer_lr: float | None = None
     """η. This and the knobs below: unset means the method's own."""
@@ -308,7 +308,7 @@ def norm_guard(config: OuterConfig) -> NormGuard:
 
 def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
-    if not config.data.tokenizer and not config.model.hf:
+    if not config.data.tokenizer and not (config.model.hf and config.data.task == "language"):
         config = replace(config, data=replace(config.data, tokenizer="bytes"))
     workers = _resolve_workers(config.workers)
     method = get_method(config.outer.method)

@@ -44,7 +44,7 @@ class Journal:
     def _count(self, event: Event) -> None:
         self.last = event["n"]
         if event["event"] == "receive":
-            if (path := self.tensors_of(event)).exists():
+            if (path := tensors_of(self.path.parent, event)).exists():
                 self.kept.append((self.last, path, event["bytes"]))
             else:
                 self.whole_since, self.kept = self.last, []
@@ -76,10 +76,7 @@ class Journal:
         return (event for event, _, _ in read_events(self.path / EVENTS) if event["n"] > after)
 
     def tensors(self, worker: int, index: int, version: int) -> Path:
-        return self.path / f"{worker}-{index}-{version}.safetensors"
-
-    def tensors_of(self, event: Event) -> Path:
-        return self.tensors(event["worker"], event["round"], event["version"])
+        return self.path / _name(worker, index, version)
 
     def prune(self, until: int, budget_bytes: float) -> None:
         """Removes the tensors of events up to `until`, which a checkpoint stands for, if all together are over the budget."""
@@ -100,6 +97,15 @@ class Journal:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _name(worker: int, index: int, version: int) -> str:
+    return f"{worker}-{index}-{version}.safetensors"
+
+
+def tensors_of(run: Path, event: Event) -> Path:
+    """The tensors of a contribution, in the folder of its run."""
+    return run / FOLDER / _name(event["worker"], event["round"], event["version"])
 
 
 def _sealed(event: Event, before: str) -> tuple[bytes, str]:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,13 +111,21 @@ class StartFiles:
 
     def write(self, synchronizer: Synchronizer) -> None:
         """Of the version as it stands now."""
-        path = self.path(synchronizer.outer_step)
+        self._write(self.path(synchronizer.outer_step), synchronizer.start())
+
+    def write_final(self, synchronizer: Synchronizer) -> Path:
+        """The outer model itself, of a run that has ended; `tidy` removes it where the run goes on."""
+        path = self.folder / "final.safetensors"
+        named = [(f"parameter.{i}", p) for i, p in enumerate(synchronizer.parameters)]
+        self._write(path, iter([*named, *((f"buffer.{i}", b) for i, b in enumerate(synchronizer.buffers))]))
+        return path
+
+    def _write(self, path: Path, named: Iterator[tuple[str, Tensor]]) -> None:
         if path.exists():
             return
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb", buffering=0) as file:
-                named = synchronizer.start()
                 write(file, self.layout, (tensor for _, tensor in named) if self._one_by_one else dict(named))
             partial.rename(path)
         except OSError as error:

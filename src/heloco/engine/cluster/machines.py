@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 GAPS = 8
+UNKNOWN = 30
+"""Beats that a machine may need for its first sign of progress, where nothing is known about it."""
 
 
 @dataclass
@@ -40,8 +42,9 @@ class Machine:
     def name(self) -> str:
         return name_of(self.id)
 
-    def usual_gap(self, beat_s: float) -> float:
-        return max(beat_s, *self.gaps) if self.gaps else beat_s
+    def usual_gap(self, beat_s: float) -> float | None:
+        """Between two signs of progress; None where it has not shown any yet and its pace is not known."""
+        return max(beat_s, self.pace_s or 0.0, *self.gaps) if self.gaps or self.pace_s else None
 
 
 def name_of(machine: str) -> str:
@@ -58,14 +61,16 @@ class Machines:
     def __iter__(self) -> Iterator[Machine]:
         return iter(list(self.present.values()))
 
-    def join(self, name: str, now_s: float, *, returning: str | None = None, pace_s: float | None = None) -> Machine:
-        """A machine comes, or comes back under the id it had."""
+    def join(
+        self, name: str, now_s: float, *, returning: str | None = None, pace_s: float | None = None, seat: int | None = None
+    ) -> Machine:
+        """A machine comes, or comes back under the id it had, to the seat it had if that is empty."""
         if returning in self.present:
             machine = self.present[returning]
             machine.seen_s = machine.progressed_s = now_s
         else:
             made = returning or f"{name}#{secrets.token_hex(4)}"
-            machine = self.present[made] = Machine(made, None, now_s, now_s, now_s)
+            machine = self.present[made] = Machine(made, seat if seat in self.empty_seats() else None, now_s, now_s, now_s)
             self.seat_the_waiting()
         machine.pace_s = pace_s or machine.pace_s
         return machine
@@ -89,8 +94,10 @@ class Machines:
     def saw(self, machine: Machine, now_s: float) -> None:
         machine.seen_s = now_s
 
-    def progressed(self, machine: Machine, now_s: float) -> None:
-        machine.gaps.append(now_s - machine.progressed_s)
+    def progressed(self, machine: Machine, now_s: float, *, a_step: bool = False) -> None:
+        """By a step, or by bytes of a transfer, which say nothing about how long its steps take."""
+        if a_step:
+            machine.gaps.append(now_s - machine.progressed_s)
         machine.seen_s = machine.progressed_s = now_s
 
     def took(self, machine: Machine, round_: tuple[int, int, int], now_s: float) -> None:
@@ -107,8 +114,10 @@ class Machines:
         """Those that made no progress for too long, by what is usual for them; without a round, those not heard of."""
         found = []
         for machine in self:
-            since = machine.progressed_s if machine.round else machine.seen_s
-            if not machine.committing and now_s - since > self.patience * machine.usual_gap(self.beat_s):
+            silent = now_s - machine.seen_s > self.patience * self.beat_s
+            gap_s = machine.usual_gap(self.beat_s) or (self.beat_s if silent else UNKNOWN * self.beat_s)
+            stuck = now_s - machine.progressed_s > self.patience * gap_s
+            if (stuck if machine.round else silent) and not machine.committing:
                 found.append(machine)
         return found
 

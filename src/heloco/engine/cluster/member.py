@@ -16,6 +16,7 @@ from heloco.run.tensors import Layout
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 POLL_S = 10.0
+FINAL_TRIES = 3
 
 
 class Ended(Exception):
@@ -68,11 +69,25 @@ class Member:
 
     # ---- coming and going
 
+    def describe(self) -> dict[str, Any]:
+        """What there is to join."""
+        return self._patiently(self.link.describe)
+
     def join(self) -> dict[str, Any]:
-        self.joined = self._patiently(self._join)
+        self._enter()
         self._beats = threading.Thread(target=self._beat, name="heloco-beats", daemon=True)
         self._beats.start()
         return self.joined
+
+    def _enter(self) -> None:
+        """Joins, or comes back."""
+        try:
+            self.joined = self._patiently(self._join)
+        except Denied as error:
+            if error.name != "ended":
+                raise
+            self.ended = str(error)
+            raise Ended(str(error)) from None
 
     def _join(self) -> dict[str, Any]:
         answer = self.link.join(self.name, returning=self.machine, pace_s=self.pace_s, layout=self.layout)
@@ -89,7 +104,7 @@ class Member:
         self._leaving.set()
         if self._beats is not None:
             self._beats.join(timeout=10)
-        if self.machine is not None and not self.ended:
+        if self.machine is not None:  # after the end too: then it is known that nobody needs the run's model any more
             with contextlib.suppress(LinkDown, Denied):  # then it will notice
                 self.link.leave(self.machine, reason)
         self.link.close()
@@ -112,7 +127,7 @@ class Member:
             if self.waiting:
                 continue
             if "layout" not in self.joined or self.joined["layout"] is None:  # the model came after this machine
-                self.joined = self._patiently(self._join)
+                self._enter()
             key = (answer["worker"], answer["round"], answer["version"])
             self._hold(key)
             try:
@@ -140,6 +155,19 @@ class Member:
         finally:
             self._hold(None)
 
+    def final(self) -> dict[str, Tensor] | None:
+        """The model of a run that has ended; None where it cannot be had any more: nobody waits long for that."""
+        assert self.machine is not None
+        key, layout = (self.joined["seats"], 0, 0), Layout.from_json(self.joined["layout"])
+        for _ in range(FINAL_TRIES):
+            try:
+                return self.link.fetch(self.machine, key, layout)
+            except LinkDown:
+                self._leaving.wait(FIRST_PAUSE_S)
+            except Denied:
+                break
+        return None
+
     def abandon(self, reason: str) -> None:
         with contextlib.suppress(NotHeld):
             self._asked(lambda machine: self.link.abandon(machine, reason))
@@ -165,7 +193,7 @@ class Member:
                 if error.name in ("offset", "incomplete", "corrupted"):
                     continue  # the next try goes on from what is there
                 if error.name == "unknown-machine":
-                    self.joined = self._patiently(self._join)
+                    self._enter()
                     continue
                 raise
 

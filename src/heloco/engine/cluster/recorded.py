@@ -20,7 +20,7 @@ from heloco.engine.local import Observer, due, evaluation_line
 from heloco.errors import UserError
 from heloco.run import RunConfig, RunFolder
 from heloco.run.folder import TAPE
-from heloco.run.journal import Event, Journal
+from heloco.run.journal import Event, Journal, tensors_of
 from heloco.run.lines import read_lines
 from heloco.run.tape import record
 from heloco.run.tensors import Layout, mapped
@@ -28,6 +28,7 @@ from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 
 Ack = dict[str, Any]
+PARTINGS = ("leave", "lost", "turned-away")
 ACKS_KEPT = 16
 """Per worker: a contribution is sent again only by who got no answer to its last one."""
 
@@ -54,7 +55,7 @@ def as_contribution(event: Event, tensors: dict[str, Tensor]) -> Contribution:
 
 
 class RecordedRun:
-    """`folder` None: nothing is written, for a replay."""
+    """`folder` None: nothing is written, for a replay of the run at `path`."""
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class RecordedRun:
         *,
         task_digest: str,
         folder: RunFolder | None,
+        path: Path | None = None,
         evaluate: Callable[[], Scores] | None = None,
         observers: list[Observer] | None = None,
     ) -> None:
@@ -70,6 +72,7 @@ class RecordedRun:
         self.config = config
         self.task_digest = task_digest
         self.folder = folder
+        self._path = folder.path if folder else path
         self.evaluate = evaluate
         self.observers = observers or []
         self.layout = contribution_layout(synchronizer)
@@ -78,6 +81,8 @@ class RecordedRun:
         self.units = 0
         self.machine_of: dict[int, str] = {}
         """Worker -> the machine that holds its round."""
+        self.seats: dict[str, int] = {}
+        """Machine -> the seat it was given: it gets it back after a restart."""
         self.acks: dict[int, deque[Ack]] = {worker: deque(maxlen=ACKS_KEPT) for worker in range(synchronizer.workers)}
         window = config.cluster.participation or 4 * synchronizer.workers
         self.contributors: deque[str] = deque(maxlen=window)
@@ -137,6 +142,7 @@ class RecordedRun:
         self._evaluated_at, self._saved_at = state["evaluated_at"], self.synchronizer.arrivals
         self._started_s = {int(worker): s for worker, s in state["started_s"].items()}
         self.machine_of = {int(worker): name for worker, name in state["machine_of"].items()}
+        self.seats = dict(state["seats"])
         self.contributors.extend(state["contributors"])
         for worker, acks in state["acks"].items():
             self.acks[int(worker)].extend(acks)
@@ -155,6 +161,7 @@ class RecordedRun:
             "time_s": self.time_s,
             "started_s": self._started_s,
             "machine_of": self.machine_of,
+            "seats": self.seats,
             "contributors": list(self.contributors),
             "acks": {worker: list(acks) for worker, acks in self.acks.items()},
         }
@@ -210,11 +217,16 @@ class RecordedRun:
         elif event["event"] == "abandon":
             self.synchronizer.abandon(event["worker"])
             self.machine_of.pop(event["worker"], None)
+        elif event["event"] == "join" and event["seat"] is not None:
+            self.seats[event["machine"]] = event["seat"]
+        elif event["event"] in PARTINGS:
+            self.seats.pop(event["machine"], None)
         elif event["event"] == "receive":
             self._arrive(event, self._read(event) if contribution is None else contribution)
 
     def _read(self, event: Event) -> Contribution:
-        path = self.journal.tensors_of(event)
+        assert self._path is not None
+        path = tensors_of(self._path, event)
         remedy = "Restore it, or start the run anew."
         try:
             tensors = mapped(path, self.layout)

@@ -58,6 +58,7 @@ class Service:
         self._found, self._clock = found, clock
         self._incoming: dict[Key, Incoming] = {}
         self._model: Incoming | None = None
+        self._model_from = ""
         self._paused_s = self._ticked_s = 0.0
         self._zero_s = clock()
         self.recorded: RecordedRun | None = None
@@ -70,7 +71,8 @@ class Service:
         self._ticked_s = self.now_s
         self.starts = StartFiles(self.folder, run.synchronizer)
         for worker, held in run.synchronizer.held.items():  # of before a restart: their machines may come back with them
-            machine = self.machines.join("", self.now_s, returning=run.machine_of[worker])
+            owner = run.machine_of[worker]
+            machine = self.machines.join("", self.now_s, returning=owner, seat=run.seats.get(owner))
             self.machines.took(machine, (worker, held.index, held.version), self.now_s)
         self.starts.tidy(self.recorded.synchronizer)
         if run.finished:
@@ -150,7 +152,8 @@ class Service:
             if self.recorded is not None and layout is not None and (wrong := self.starts.layout.difference(layout)):
                 raise Denied("layout", f"this run trains another model: here, {wrong}.")
             known = returning in self.machines.present
-            machine = self.machines.join(_clean(name), self.now_s, returning=_clean(returning), pace_s=pace_s)
+            had = self.recorded.seats.get(returning) if self.recorded and returning else None
+            machine = self.machines.join(_clean(name), self.now_s, returning=_clean(returning), pace_s=pace_s, seat=had)
             if self.recorded is not None and not known:
                 with self._recording() as run:
                     run.note("join", self.now_s, machine=machine.id, seat=machine.seat)
@@ -184,7 +187,7 @@ class Service:
         found = self.machine(machine)
         if steps != found.steps:
             found.steps = steps
-            self.machines.progressed(found, self.now_s)
+            self.machines.progressed(found, self.now_s, a_step=True)
         if pace_s is not None and 0 < pace_s < math.inf:
             found.pace_s = pace_s
         return {"ended": self.ended, "paused": self.paused, "stale": self._too_stale(found), "round": found.round}
@@ -250,14 +253,21 @@ class Service:
         return inner_steps(workers.steps, workers.inner_steps, [min(paces), machine.pace_s])[1]
 
     def start(self, machine: str, key: Key) -> Path:
-        """The file that the machine's round starts from."""
+        """The file that the machine's round starts from; of a worker behind the last one, the run's model once it has ended."""
         with self.lock:
+            if key[0] == self.machines.seats:
+                return self._final()
             found = self._holding(machine, key)
             path = self.starts.path(key[2])
             if not path.exists():  # lost with a machine that crashed: the round cannot be begun any more
                 self._abandon(found, "what it starts from is gone")
                 raise Denied("not-held", "what this round starts from is gone: take a fresh one.")
             return path
+
+    def _final(self) -> Path:
+        if self.recorded is None or not self.ended:
+            raise Denied("not-held", "the run has not ended: its model is still being trained.")
+        return self.starts.write_final(self.recorded.synchronizer)
 
     def moved(self, machine: str) -> None:
         """Bytes went out to a machine, or came in. Takes no lock either."""
@@ -394,8 +404,13 @@ class Service:
             self._check_open()
             if self.recorded is not None:
                 raise Denied("has-model", "the run has its model.")
-            if self._model is None or self._model.layout != layout:
-                self._model = Incoming(self.folder / "model.partial", layout)
+            if self._model is not None and (self._model_from, self._model.layout) != (machine, layout):
+                if self._model_from != machine and self._model_from in self.machines.present:
+                    raise Denied("busy", "another machine is sending the run its model.")
+                self._model.close(remove=True)
+                self._model = None
+            if self._model is None:
+                self._model, self._model_from = Incoming(self.folder / "model.partial", layout), machine
             return self._model
 
     def commit_model(self, machine: str, names: list[str], digest: str) -> None:
@@ -412,7 +427,7 @@ class Service:
                 model.restart()
                 raise Denied("corrupted", "what arrived is not what was sent (its digest differs): send it again.", size=0)
             tensors = mapped(model.path, model.layout)
-            if not finite([t for t in tensors.values() if t.is_floating_point()]):
+            if not finite([t for name, t in tensors.items() if name.startswith("parameter.")]):  # a buffer may be a mask of −∞
                 raise Denied("not-finite", "the model holds NaN or Inf.")
             self._take_up(self._found(model.layout, tensors, names))
             model.close(remove=True)

@@ -42,7 +42,7 @@ def recorded_run(task: Task, config: RunConfig, folder: RunFolder | None, observ
 
 
 def new_run(task: Task, config: RunConfig, path: Path, observers: list[Observer] | None = None) -> Service:
-    folder = RunFolder.create(path, config, describe(task, config, task.build_model()))
+    folder = RunFolder.create(path, config, describe(task, config, task.build_model(), clock="real"))
     return _begun(recorded_run(task, config, folder, observers), config, folder)
 
 
@@ -113,14 +113,14 @@ def external_run(config: RunConfig, path: Path, observers: list[Observer] | None
 
     if (path / "config.toml").exists():
         folder = RunFolder.open(path)
-        run = made(_remembered(folder), folder)
+        run = made(remembered(folder), folder)
         return _serving(_begun(run, config, folder), found)
     path.mkdir(parents=True, exist_ok=True)
     RunFolder.check_free(path, among=_OURS)
     return Service(None, config, path, task_digest=task.digest, found=found)
 
 
-_OURS = ("run-id", "model.partial", "credentials")
+_OURS = ("run-id", "model.partial", "credentials", "workers", "ray")
 """What may lie in the folder before the model is there."""
 
 
@@ -130,13 +130,13 @@ def _serving(service: Service, found: Any) -> Service:
 
 
 def _described(task: Any, config: RunConfig, model: Brought) -> dict[str, Any]:
-    meta = describe(task, config, model)
+    meta = describe(task, config, model, clock="real")
     for block, name in zip(meta["blocks"], model.block_names, strict=True):
         block["name"] = name
     return {**meta, "buffers": model.buffer_names, "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.parameters()]}
 
 
-def _remembered(folder: RunFolder) -> Brought:
+def remembered(folder: RunFolder) -> Brought:
     """The model of a run that has begun: its shapes; the values come from the checkpoint."""
     _, tensors = folder.load_model()
     meta = folder.meta()

@@ -1,0 +1,11 @@
+"""The live page of a run that is served, and the run's files from elsewhere."""
+
+from pathlib import Path
+from typing import Any
+
+
+def page_of(folder: Path) -> Any:
+    """An ASGI app with the run's page, from when its first evaluation is there."""
+    from heloco.report.live import app_of_folder
+
+    return app_of_folder(folder)

@@ -1,0 +1,189 @@
+"""`heloco serve`: a run on real machines. `heloco train --engine ray` is the same with machines of this one alone."""
+
+import argparse
+import signal
+import socket
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from heloco.cli.flags import Parser, add_config_flags, given_fields
+from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.engine.cluster.host import Door, Recipe
+    from heloco.run import RunConfig
+
+PAGE = "heloco.cli.page:page_of"
+
+
+def add_serve_flags(made: Parser) -> None:
+    made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
+    made.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
+    made.add_argument("--seats", metavar="N", help="how many workers the run has [as many as paces, or as --workers]")
+    made.add_argument("--host", metavar="NAME", default="0.0.0.0", help="where to listen [0.0.0.0: everywhere]")
+    made.add_argument("--port", metavar="N", default="8443", help="of the gateway; 0: any free one [8443]")
+    made.add_argument("--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]")
+    made.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
+    made.add_argument("--key", metavar="FILE", default="")
+    made.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
+    made.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
+    add_config_flags(made, without=("workers",))
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    from heloco.engine.cluster.host import Door
+
+    local = whole(parsed.workers, "workers")
+    port = whole(parsed.port, "port")
+    if port > 65535:
+        raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
+    names = tuple(parsed.name) or (socket.getfqdn(), socket.gethostname())
+    door = Door(parsed.host, port, names, parsed.cert, parsed.key, PAGE if page_can_be_shown() else "")
+    return carry_on(recipe_for(parsed, local, door), local, parsed.ray)
+
+
+def whole(text: str, name: str) -> int:
+    if not text.isdigit():
+        raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
+    return int(text)
+
+
+def page_can_be_shown() -> bool:
+    from importlib.util import find_spec
+
+    return all(find_spec(part) is not None for part in ("plotly", "jinja2", "starlette"))
+
+
+def recipe_for(parsed: argparse.Namespace, local: int, door: "Door | None") -> "Recipe":
+    """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
+    from heloco.engine.cluster.host import Recipe, recipe_of
+    from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
+    from heloco.run.config import FIELDS, read_toml, to_toml
+
+    flags = given_fields(parsed)
+    if parsed.run is not None and parsed.run.is_dir():
+        RunFolder.open(parsed.run)
+        for name in flags:
+            if FIELDS[name] not in ("cluster", "data"):
+                raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
+        changes = {name: value for name, value in flags.items() if FIELDS[name] == "cluster"}
+        cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
+        return Recipe(str(parsed.run), "", cluster, flags.get("data"), door)
+    values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
+    seats = whole(parsed.seats, "seats") if parsed.seats else 0 if "paces" in values else local
+    if seats:
+        values |= {"paces": [1.0] * seats, "workers": 0}
+    config = resolve(with_fields(RunConfig(), values))
+    if parsed.out:
+        RunFolder.check_free(parsed.out)
+    return recipe_of(config, parsed.out or make_next(Path("runs"), config.outer.method), door=door)
+
+
+def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
+    """Real workers on this machine, as many as the run has."""
+    from heloco.engine.cluster.host import recipe_of
+
+    if logs:
+        raise UserError("--log works with the simulation engine: leave it out, or leave out --engine ray.")
+    return carry_on(recipe_of(config, out), len(config.workers.paces), "auto")
+
+
+# ---- running
+
+
+class Engine(Protocol):
+    """What serves a run: in this process, or in Ray's."""
+
+    address: str
+    token: str
+
+    def status(self) -> dict[str, Any]: ...
+    def stop(self, reason: str) -> None: ...
+    def trouble(self) -> str:
+        """What a local worker or the synchronizer said that ended badly, where nobody can go on without a person."""
+
+    def close(self) -> None: ...
+
+
+class HereEngine:
+    """The service in this process, and its local workers in theirs, over the gateway."""
+
+    def __init__(self, recipe: "Recipe", local: int) -> None:
+        from heloco.cli.main import preparing
+        from heloco.engine.cluster.host import Host, LocalWorkers
+
+        with preparing() as progress:
+            self.host = Host(recipe, progress)
+        self.address, self.token = self.host.address, self.host.token
+        reached = self.address.replace("0.0.0.0", "127.0.0.1")
+        self.workers = LocalWorkers(local, reached, self.token, Path(recipe.folder)) if local else None
+
+    def status(self) -> dict[str, Any]:
+        return self.host.status()
+
+    def stop(self, reason: str) -> None:
+        self.host.stop(reason)
+
+    def trouble(self) -> str:
+        return self.workers.failed() if self.workers else ""
+
+    def close(self) -> None:
+        if self.workers:
+            self.workers.end()
+        self.host.close()
+
+
+def engine_for(recipe: "Recipe", local: int, ray: str) -> Engine:
+    from importlib.util import find_spec
+
+    if ray == "off" or (ray == "auto" and find_spec("ray") is None and recipe.door is not None):
+        return HereEngine(recipe, local)
+    from heloco.engine.cluster.on_ray import RayEngine
+
+    return RayEngine(recipe, workers=local, address=None if ray == "auto" else ray)
+
+
+def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
+    """Serves until the run has ended or somebody ends it; says how."""
+    caught: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    from heloco.cli.serve_view import follow
+
+    engine = engine_for(recipe, local, ray)
+    try:
+        announce(engine, recipe)
+        ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
+        if caught:
+            engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
+            print(f"Stopped and saved. `heloco serve {recipe.folder}` goes on.")
+            return 128 + caught[0]
+    finally:
+        engine.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if ended == "finished":
+        print(f"The run's folder: {recipe.folder}")
+        return 0
+    raise UserError(f"The run has ended: {ended}")
+
+
+def announce(engine: Engine, recipe: "Recipe") -> None:
+    if not engine.address:
+        return
+    shown = reachable(engine.address, recipe)
+    print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
+    if recipe.door and recipe.door.page:
+        from heloco.engine.cluster.gateway.credentials import view_key
+
+        print(f"Live page:          {shown}/page?key={view_key(engine.token)}", flush=True)
+
+
+def reachable(address: str, recipe: "Recipe") -> str:
+    """The address as others may call it: what listens everywhere is called by the machine's name."""
+    name = recipe.door.names[0] if recipe.door and recipe.door.names else ""
+    return address.replace("0.0.0.0", name) if name else address
