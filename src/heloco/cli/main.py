@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import heloco
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
+from heloco.cli.join import add_join_flags, add_replay_flags, add_status_flags, join, replay, status
+from heloco.cli.join import stop as stop_run
 from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
+from heloco.cli.serve import add_serve_flags, serve, train_on_ray
 from heloco.cli.study import add_study_flags, study
 from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
@@ -54,6 +57,7 @@ def parser() -> Parser:
     made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
     made.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
     made.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    made.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
     add_log_flag(made)
     add_config_flags(made)
 
@@ -67,16 +71,17 @@ def parser() -> Parser:
     made.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
     made.add_argument("--json", action="store_true", help="print JSON")
 
-    made = add("export", export, "Write a run's model as safetensors.")
+    made = add("export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads.")
     made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--out", type=Path, metavar="FILE", help="[RUN/model.safetensors]")
+    made.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
+    made.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
 
     made = add("schedule", schedule, "Who would arrive when, without training.")
     made.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
     made.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
     made.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
     made.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
-    made.add_argument("--method", metavar="NAME", default="heloco", help="only whether it waits for all matters [heloco]")
+    made.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
     made.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
     made.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
     made.add_argument("--events", action="store_true", help="list every arrival")
@@ -85,6 +90,11 @@ def parser() -> Parser:
     made = add("methods", methods, "The outer methods: equations and knobs.")
     made.add_argument("--json", action="store_true", help="print JSON")
 
+    add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
+    add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
+    add_status_flags(add("status", status, "How a run on real machines is doing."))
+    add_status_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
+    add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of virtual time."))
@@ -108,24 +118,27 @@ def logs_of(parsed: argparse.Namespace) -> list[str]:
 
 
 def train(parsed: argparse.Namespace) -> int:
-    from heloco.engine.build import build_task
+    from heloco.engine.build import build_task, describe_model
     from heloco.engine.local import LocalRun, describe
     from heloco.errors import nearest
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.config import RECIPES, read_toml
+    from heloco.run.config import RECIPES, read_toml, without_derived
 
     if parsed.recipe not in RECIPES:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
     logs = logs_of(parsed)
     flags = given_fields(parsed)
-    values = RECIPES[parsed.recipe] | (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
+    given = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
+    values = without_derived(RECIPES[parsed.recipe], [name for name in given if given[name] != ""]) | given
     config = resolve(with_fields(RunConfig(), values))
     if parsed.out:
         RunFolder.check_free(parsed.out)
+    if parsed.engine == "ray":
+        return train_on_ray(config, parsed.out or make_next(Path("runs"), config.outer.method), logs)
     with preparing() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
-    meta = describe(task, config, local.model)
+    meta = describe(task, config, local.model) | describe_model(task, local.model)
     local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, meta)
     local.folder.start_writing(0, 0)
     return carry_out(local, local.folder, meta, logs)
@@ -134,11 +147,15 @@ def train(parsed: argparse.Namespace) -> int:
 def resume(parsed: argparse.Namespace) -> int:
     import torch
 
+    from heloco.engine.build import model_digest
     from heloco.engine.local import LocalRun
     from heloco.run import RunFolder
     from heloco.run.folder import CONFIG
+    from heloco.run.journal import FOLDER as JOURNAL
 
     folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
+    if (folder.path / JOURNAL).exists():
+        raise UserError(f"{folder.path} is a run on real machines: `heloco serve {folder.path}` goes on with it.")
     config, meta = folder.config(), folder.meta()
     if config.digest() != meta["config_digest"]:
         raise UserError(
@@ -155,6 +172,8 @@ def resume(parsed: argparse.Namespace) -> int:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
+    if model_digest(task) != meta.get("model_digest", model_digest(task)):
+        raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
     local = LocalRun(task, config, folder=folder)
     state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
     if loaded:
@@ -255,10 +274,20 @@ def evaluate(parsed: argparse.Namespace) -> int:
 
 
 def export(parsed: argparse.Namespace) -> int:
+    from heloco.errors import nearest
     from heloco.run import RunFolder
-    from heloco.run.export import export_model
+    from heloco.run.export import FORMATS, export_hf, export_model
 
+    if parsed.format not in FORMATS:
+        raise UserError(f"There is no export format {parsed.format!r}; {nearest(parsed.format, FORMATS)}")
     folder = RunFolder.open(parsed.folder)
+    if parsed.format == "hf":
+        out, without = parsed.out or folder.path / "hf", ""
+        count, tokenizer = export_hf(folder, out)
+        if not tokenizer:
+            without = f" Its tokenizer, {folder.config().data.tokenizer}, is not on this machine any more and was left out."
+        print(f"Wrote {count:,} parameters to {out}.{without}")
+        return 0
     out = parsed.out or folder.path / "model.safetensors"
     count = export_model(folder, out)
     print(f"Wrote {count:,} parameters to {out}.")

@@ -27,6 +27,9 @@ class GPTConfig:
         if self.width % self.heads:
             raise UserError(f"The model's width {self.width} is not a multiple of its {self.heads} heads: change one of them.")
 
+    def build(self, seed: int) -> "TinyGPT":
+        return build(self, seed)
+
 
 PRESETS: dict[str, GPTConfig] = {
     "1m": GPTConfig(width=128, layers=5, heads=4, context=64, vocab_size=257),

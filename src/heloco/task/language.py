@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,22 +14,41 @@ from heloco.seeds import derive
 from heloco.task.base import Positions, Scores, ShardInfo
 from heloco.task.corpus.prepare import Corpus
 from heloco.task.corpus.sharding import EpochOrder, Shard
-from heloco.task.gpt import GPTConfig, TinyGPT, build
+from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.head import cross_entropy, fusable
+from heloco.task.hf import HFModel, logits_of
 
 EVAL_BATCH_TOKENS = 4096
+EVAL_BATCH_LOGITS = EVAL_BATCH_TOKENS << 16  # 1 GB: fewer tokens at once where the vocabulary is very large
+
+
+class Architecture(Protocol):
+    """A model before it is built: TinyGPT of some size, or one of Hugging Face's."""
+
+    @property
+    def context(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def build(self, seed: int) -> nn.Module:
+        """The model with the parameters that this seed gives, in float32. Called with tokens it returns logits, or what holds
+        them as `.logits`."""
 
 
 class LanguageTask:
     unit = "tokens"
 
     def __init__(
-        self, corpus: Corpus, shards: Sequence[Shard], model: GPTConfig, *, context: int, seed: int, eval_windows: int = 64
+        self, corpus: Corpus, shards: Sequence[Shard], model: Architecture, *, context: int, seed: int, eval_windows: int = 64
     ) -> None:
         if corpus.vocab_size > model.vocab_size:
+            ours = isinstance(model, GPTConfig)
+            remedy = (
+                f"leave --vocab-size out, or give at least {corpus.vocab_size}" if ours else "give the model's own --tokenizer"
+            )
             raise UserError(
                 f"The tokenizer {corpus.tokenizer_name} has {corpus.vocab_size} tokens and the model a vocabulary of "
-                f"{model.vocab_size}: leave --vocab-size out, or give at least {corpus.vocab_size}."
+                f"{model.vocab_size}: {remedy}."
             )
         if context > model.context:
             raise UserError(f"A context of {context} tokens does not fit the model's {model.context}: shorten --context.")
@@ -56,14 +76,19 @@ class LanguageTask:
             np.stack([tokens[i * self.context : (i + 1) * self.context + 1] for i in picked]).astype(np.int64)
         )
 
+    @property
+    def model_digest(self) -> str:
+        """Identifies a model that is described outside of the run's config; empty for one that is not."""
+        return self.model_config.digest if isinstance(self.model_config, HFModel) else ""
+
     def build_model(self) -> nn.Module:
-        return build(self.model_config, derive(self.seed, "model"))
+        return self.model_config.build(derive(self.seed, "model"))
 
     def batch(self, shard: int, positions: Positions) -> Tensor:
         return torch.from_numpy(self._shards[shard].gather(self._orders[shard].locate(positions)))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        logits = model(batch[:, :-1])
+        logits = logits_of(model(batch[:, :-1]))
         return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def units(self, batch: Tensor) -> int:
@@ -89,7 +114,8 @@ class LanguageTask:
 
     def _at_once(self, model: nn.Module) -> int:
         """Windows per piece: many where the logits are never held."""
-        tokens = EVAL_BATCH_TOKENS * (32 if _fused_head(model) else 1)
+        held = min(EVAL_BATCH_TOKENS, EVAL_BATCH_LOGITS // self.model_config.vocab_size)
+        tokens = EVAL_BATCH_TOKENS * 32 if _fused_head(model) else held
         return max(1, tokens // self.context)
 
 
@@ -103,5 +129,5 @@ def _window_losses(model: nn.Module, windows: Tensor) -> Tensor:
     if isinstance(model, TinyGPT):
         losses = cross_entropy(model.trunk(inputs).flatten(0, 1)[None], model.head.weight[None], targets.reshape(1, -1))
     else:
-        losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
+        losses = F.cross_entropy(logits_of(model(inputs)).flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view(targets.shape).mean(1)

@@ -24,14 +24,22 @@ _FILES = (Path("gpt2", "gpt2.tiktoken"), Path("gpt2.tiktoken"), Path("gpt2", "to
 
 def find(beside: Path | None, cache: Path) -> Path:
     """The vocabulary's file: in the data folder, next to it, in the cache, or else downloaded into the cache."""
-    fast = has_tiktoken()
-    near: tuple[Path, ...] = (beside, beside.resolve().parent) if beside else ()
-    places = [*near, cache]
-    for place in places:
+    found = look(beside, cache, ranks=has_tiktoken())
+    return found or _download(cache, ", ".join(map(str, _places(beside, cache))))
+
+
+def look(beside: Path | None, cache: Path, *, ranks: bool = True) -> Path | None:
+    """The vocabulary's file, if it is on this machine; as a rank file only where `ranks`."""
+    for place in _places(beside, cache):
         for file in _FILES:
-            if (place / file).is_file() and (fast or file.suffix == ".json"):
+            if (place / file).is_file() and (ranks or file.suffix == ".json"):
                 return (place / file).resolve()
-    return _download(cache, ", ".join(map(str, places)))
+    return None
+
+
+def _places(beside: Path | None, cache: Path) -> list[Path]:
+    near: tuple[Path, ...] = (beside, beside.resolve().parent) if beside else ()
+    return [*near, cache]
 
 
 def has_tiktoken() -> bool:
@@ -89,7 +97,7 @@ def ranks_from_json(content: bytes) -> dict[bytes, int] | None:
         vocabulary.pop(spec["added_tokens"][0]["content"], None)
         if any(vocabulary.get(token) != 256 + place for place, token in enumerate(merges)):
             return None
-        bytes_of = _byte_of_character()
+        bytes_of = byte_of_character()
         return {bytes(bytes_of[c] for c in token): int(id_) for token, id_ in vocabulary.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # of another shape: not GPT-2's
@@ -101,7 +109,7 @@ def is_gpt2(content: bytes) -> bool:
     return ranks is not None and digest(ranks) == DIGEST
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as the characters from U+0100 on, in order."""
     shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in set(shown)]
