@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 
-.PHONY: train test test-long lint bench bench-gpu pictures setup setup-dev clean
+.PHONY: train test test-long soak lint bench bench-gpu pictures setup setup-dev clean
 
 train: setup
 	$(BIN)/heloco train
@@ -14,6 +14,9 @@ test: lint
 
 test-long: setup-dev
 	$(BIN)/pytest -m long
+
+soak: setup-dev
+	$(BIN)/python tests/fault_run.py --faults 200 --arrivals 4000 --minutes 60
 
 lint: setup-dev
 	$(BIN)/ruff check

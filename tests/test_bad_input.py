@@ -95,7 +95,7 @@ def test_an_impossible_schedule_is_refused(command, words, says, tmp_path):
         ("--clip -1", "clip is -1.0"),
         ("--batch-size 0", "batch_size is 0: give a number ≥ 1."),
         ("--keep-state perhaps", "keep_state cannot be 'perhaps': give true or false."),
-        ("--outer-lr nan", "heloco: lr is nan: the outer learning rate must be a finite number ≥ 0."),
+        ("--outer-lr nan", "heloco-ramp: lr is nan: the outer learning rate must be a finite number ≥ 0."),
         ("--momentum 1", "momentum is 1.0: the outer momentum must lie in [0, 1)."),
         ("--beta-max 2", "beta_max is 2.0"),
         ("--method delayed-nesterov --delay 0", "delay is 0"),

@@ -193,7 +193,7 @@ def test_an_exported_model_loads_strictly_and_scores_the_same(settings, fresh, t
     with on_threads(1):
         assert task.evaluate(model) == evals(folder)[-1]["scores"]
     with safe_open(out, "pt") as file:
-        assert file.metadata() == {"format": "pt", "method": "heloco", "arrival": "8"}
+        assert file.metadata() == {"format": "pt", "method": "heloco-ramp", "arrival": "8"}
 
 
 def test_export_writes_into_the_runs_folder_by_default_and_resume_goes_on(tmp_path):

@@ -220,7 +220,7 @@ def test_no_flag_is_no_change():
         ({"method": "heloko"}, "did you mean 'heloco'?"),
         ({"preset": "papper"}, "did you mean 'paper'?"),
         ({"pases": [1]}, "There is no setting 'pases'; did you mean 'paces'?"),
-        ({"delay": 3}, "heloco has no knob 'delay'"),
+        ({"delay": 3}, "heloco-ramp has no knob 'delay'"),
         ({"method": "mla", "k_d": 1}, "mla has no knob 'k_d'"),
         ({"weight_value": 1}, "The base weight has no weight_value"),
         ({"weight": "share", "weight_exponent": 1}, "The share weight has no weight_exponent"),

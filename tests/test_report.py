@@ -18,7 +18,7 @@ from heloco.report.terminal import duration, number, workers_table
 from heloco.run.lines import read_lines
 
 SETTINGS = {
-    "heloco": ("--paces", "1,2,3,4,5", "--arrivals", "20"),
+    "heloco": ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20"),
     "sync": ("--method", "sync-nesterov", "--paces", "1,2,3", "--arrivals", "9"),
     "dropped": ("--drop", "zero", "--drop-above", "1", "--paces", "1,1,3", "--arrivals", "14"),
     "skipped": ("--drop", "skip", "--drop-above", "1", "--paces", "1,1,3", "--arrivals", "14"),
@@ -191,7 +191,7 @@ def test_on_a_terminal_a_live_display_shows_how_the_run_stands(tmp_path):
     assert code == 0
     assert "\x1b[" in drawn, "nothing was drawn"
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).replace("\r", "")
-    frames = plain.split("╭─ heloco ")[1:]
+    frames = plain.split("╭─ heloco-ramp ")[1:]
     assert len(frames) > 1
     assert "0/8 arrivals" in frames[0]
     last, lines = frames[-1], tape(tmp_path / "run")

@@ -15,7 +15,7 @@ from conftest import evals, heloco, tape
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
-HELOCO = ("--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
+HELOCO = ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
 MLA = (*HELOCO, "--method", "mla")
 EVIL = "<script>alert('1')<b>"
 CHARTS = ["scores", "sources", "norms", "traffic", "timeline", "staleness", "histogram", "shares", "training", "correction"]

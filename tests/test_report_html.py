@@ -24,7 +24,7 @@ from heloco.report.html import as_json, charts_of, page_data, render
 from heloco.report.reading import Run, read_runs
 from heloco.report.sampling import thinned
 
-HELOCO = ("--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
+HELOCO = ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
 MLA = (*HELOCO, "--method", "mla")
 EVIL = "<script>alert('1')<!-- & \"co\""
 

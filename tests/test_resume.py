@@ -33,7 +33,7 @@ TAPE_LINE = "heloco.run.folder:RunFolder.write_arrival"
 SAVE = "heloco.run.checkpoint:save"
 
 SETTINGS = {
-    "heloco": (),
+    "heloco": ("--method", "heloco"),
     "heloco-ramp": ("--method", "heloco-ramp", "--paces", "1,2,3,4,5"),
     "sync-nesterov": ("--method", "sync-nesterov", "--arrivals", "12"),
     "async-nesterov": ("--method", "async-nesterov", "--paces", "1,1.5,2"),
@@ -315,7 +315,7 @@ def test_a_config_that_is_no_config_any_more_is_refused(tmp_path, nursery):
         (content.replace("seed", "sed"), "did you mean 'seed'?"),
         (content.replace("6.0", "-6.0", 1), "A pace is -6.0"),
         (content[: content.index("6.0")], "is not valid TOML"),
-        (content.replace('method = "heloco"', 'method = "heloko"'), "did you mean 'heloco'?"),
+        (content.replace('method = "heloco-ramp"', 'method = "heloco-rump"'), "did you mean 'heloco-ramp'?"),
     ):
         (folder / "config.toml").write_text(broken)
         assert_refused(folder, "resume", folder, says=says)

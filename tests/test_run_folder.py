@@ -105,10 +105,8 @@ def test_folders_above_are_made(tmp_path, unbroken):
 
 def test_without_out_runs_are_numbered_by_method(tmp_path):
     few = ("--arrivals", "1", "--eval-every", "0")
-    default = RunConfig().outer.method
-    numbered = [f"{default}-001", f"{default}-002", "mla-001", f"{default}-003"]
-    for name in numbered:
-        settings = ("--method", "mla") if name == "mla-001" else ()
+    numbered = ["heloco-ramp-001", "heloco-ramp-002", "mla-001", "heloco-ramp-003"]
+    for settings, name in zip(((), (), ("--method", "mla"), ()), numbered, strict=True):
         done = heloco("train", *TINY, *few, *settings, cwd=tmp_path)
         assert done.code == 0
         assert done.out.splitlines()[-1] == f"The run's folder: runs/{name}"

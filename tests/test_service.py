@@ -169,7 +169,8 @@ def test_a_machine_whose_contributions_are_always_refused_is_turned_away(tmp_pat
     for _ in range(3):
         hand.take()
         refuses("not-finite", hand.hand_in, bad)
-    refuses("unknown-machine", hand.take)
+    refuses("turned-away", hand.take)
+    refuses("turned-away", service.join, "m", returning=hand.machine)
 
 
 def test_a_norm_far_outside_the_recent_ones_is_refused_or_clipped(tmp_path, clock):

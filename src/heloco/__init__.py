@@ -1,7 +1,10 @@
 """HeLoCo: asynchronous low-communication training of one model on unequal machines with unequal data.
 
     outer = heloco.HeLoCo(model.parameters(), lr=0.7, momentum=0.9)
-    result = heloco.simulate(method="heloco", paces=[1, 1, 6, 6, 6])
+    result = heloco.simulate(method="heloco-ramp", paces=[1, 1, 6, 6, 6])
+
+    with heloco.join(address, model, optimizer):  # any training loop takes part in a run on real machines
+        ...
 
 Names are imported when they are first used, so that tools that only read a tape need no torch.
 """
@@ -30,6 +33,9 @@ _HOME = {
     "Simulation": "heloco.engine.simulation",
     "simulate": "heloco.engine.simulate",
     "Result": "heloco.engine.simulate",
+    "join": "heloco.engine.cluster.hooks",
+    "Joined": "heloco.engine.cluster.hooks",
+    "HeLoCoCallback": "heloco.engine.cluster.hf_callback",
     "Task": "heloco.task",
     "DatasetTask": "heloco.task.datasets",
     "UserError": "heloco.errors",
@@ -39,6 +45,9 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
+    from heloco.engine.cluster.hf_callback import HeLoCoCallback as HeLoCoCallback
+    from heloco.engine.cluster.hooks import Joined as Joined
+    from heloco.engine.cluster.hooks import join as join
     from heloco.engine.simulate import Result as Result
     from heloco.engine.simulate import simulate as simulate
     from heloco.engine.simulation import Simulation as Simulation

@@ -85,7 +85,7 @@ def join(parsed: argparse.Namespace) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        print(worker.run(link, parsed.name, patience_s=patience_s), flush=True)
+        print(worker.run(link, parsed.name, described["run"], patience_s=patience_s), flush=True)
     except Denied as error:
         raise UserError(str(error)) from error
     finally:

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import heloco
+from heloco.cli.doctor import doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.cli.join import add_join_flags, add_replay_flags, add_status_flags, join, replay, status
 from heloco.cli.join import stop as stop_run
@@ -94,6 +95,7 @@ def parser() -> Parser:
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
     add_status_flags(add("status", status, "How a run on real machines is doing."))
     add_status_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
+    add_status_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
@@ -118,7 +120,7 @@ def logs_of(parsed: argparse.Namespace) -> list[str]:
 
 
 def train(parsed: argparse.Namespace) -> int:
-    from heloco.engine.build import build_task, describe_model
+    from heloco.engine.build import build_task
     from heloco.engine.local import LocalRun, describe
     from heloco.errors import nearest
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
@@ -138,7 +140,7 @@ def train(parsed: argparse.Namespace) -> int:
     with preparing() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
-    meta = describe(task, config, local.model) | describe_model(task, local.model)
+    meta = describe(task, config, local.model)
     local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, meta)
     local.folder.start_writing(0, 0)
     return carry_out(local, local.folder, meta, logs)

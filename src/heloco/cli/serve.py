@@ -3,6 +3,7 @@
 import argparse
 import signal
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from heloco.engine.cluster.host import Door, Recipe
     from heloco.run import RunConfig
 
+FAREWELL_S = 15.0
 PAGE = "heloco.cli.page:page_of"
 
 
@@ -160,7 +162,9 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
         ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
         if caught:
             engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
-            print(f"Stopped and saved. `heloco serve {recipe.folder}` goes on.")
+            print(f"Stopped and saved. `heloco serve {recipe.folder}` goes on.", flush=True)
+        let_all_hear_of_it(engine)
+        if caught:
             return 128 + caught[0]
     finally:
         engine.close()
@@ -170,6 +174,13 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
         print(f"The run's folder: {recipe.folder}")
         return 0
     raise UserError(f"The run has ended: {ended}")
+
+
+def let_all_hear_of_it(engine: Engine) -> None:
+    """Machines come for the last model and leave; those that do not come are not waited for long."""
+    until = time.monotonic() + FAREWELL_S
+    while engine.status()["machines"] and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def announce(engine: Engine, recipe: "Recipe") -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_parts
+from heloco.engine.build import build_parts, describe_model
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.run import RunConfig, RunFolder
@@ -60,6 +60,7 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: str = "virt
         "blocks": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
         "buffers": [name for name, _ in model.named_buffers()],
         "tied": _tied(model),
+        **describe_model(task, model),
     }
 
 

@@ -32,7 +32,7 @@ class Result:
 
 
 def simulate(
-    task: Task | str | None = None, *, method: str = "heloco", paces: Sequence[float] = (1, 1, 2, 3, 6), **settings: Any
+    task: Task | str | None = None, *, method: str = "heloco-ramp", paces: Sequence[float] = (1, 1, 2, 3, 6), **settings: Any
 ) -> Result:
     """Trains `task` (or the one the settings describe: "language", on the built-in languages by default, or "images") with
     unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …"""

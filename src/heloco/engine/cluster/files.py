@@ -42,6 +42,8 @@ class Incoming:
     def begin(self, offset: int) -> int:
         """A connection takes over; one that is still open from before may write no more. Gives the turn to write with."""
         with self._lock:
+            if self._file.closed:
+                raise Denied("not-held", "the round was given up meanwhile, or handed in: take a fresh one.")
             if offset != self.size:
                 raise Denied("offset", f"{self.size} bytes are here: go on from there.", size=self.size)
             self.turn += 1
@@ -83,7 +85,9 @@ class Incoming:
             self._restart()
 
     def close(self, *, remove: bool) -> None:
-        self._file.close()
+        with self._lock:  # a connection may still be writing: its next piece must not reach a file that has this one's number
+            self.turn += 1
+            self._file.close()
         if remove:
             self.path.unlink(missing_ok=True)
 

@@ -110,6 +110,11 @@ class Machines:
             machine.seen_s += away_s
             machine.progressed_s += away_s
 
+    def forgive_waiting(self, now_s: float) -> None:
+        """Those that are heard of are not stuck: they wait for the synchronizer."""
+        for machine in self:
+            machine.progressed_s = max(machine.progressed_s, min(machine.seen_s, now_s))
+
     def lost(self, now_s: float) -> list[Machine]:
         """Those that made no progress for too long, by what is usual for them; without a round, those not heard of."""
         found = []

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from heloco.engine.cluster.link import Denied, Key, Link, LinkDown
-from heloco.errors import RunStopped
+from heloco.errors import RunStopped, UserError
 from heloco.run.tensors import Layout
 
 T = TypeVar("T")
@@ -49,12 +49,14 @@ class Member:
         layout: Layout | None = None,
         pace_s: float | None = None,
         patience_s: float = 3600.0,
+        returning: str | None = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
         """`layout`: of the machine's own model, where it brings one. `patience_s`: how long to try to reach the run again."""
         self.link, self.name, self.layout, self.pace_s = link, name, layout, pace_s
         self.patience_s, self.tell = patience_s, tell
-        self.machine: str | None = None
+        self.machine = returning
+        """The id that the run knows this machine by."""
         self.steps = 0
         self.ended = ""
         self.doomed = ""
@@ -164,7 +166,7 @@ class Member:
                 return self.link.fetch(self.machine, key, layout)
             except LinkDown:
                 self._leaving.wait(FIRST_PAUSE_S)
-            except Denied:
+            except (Denied, UserError, RunStopped):
                 break
         return None
 
@@ -209,7 +211,7 @@ class Member:
             except LinkDown as error:
                 why = str(error)
             except Denied as error:
-                if error.name not in ("disk", "busy"):
+                if error.name not in ("disk", "busy", "rate"):
                     raise
                 why = str(error)
             if time.monotonic() - began > self.patience_s:

@@ -255,8 +255,8 @@ class RecordedRun:
 
     def save_if_due(self) -> None:
         """After an arrival was answered: a checkpoint may take a while."""
-        wanted = self.finished or due(self.synchronizer.arrivals, self.config.run.checkpoint_every)
-        if wanted and self._saved_at != self.synchronizer.arrivals:
+        since, every = self.synchronizer.arrivals - self._saved_at, self.config.run.checkpoint_every
+        if (since and self.finished) or (every and since >= every):
             self.save()
 
     def digest(self) -> str:

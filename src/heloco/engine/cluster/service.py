@@ -7,6 +7,7 @@ changed nothing.
 
 import math
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,12 +52,14 @@ class Service:
         cluster = config.cluster
         self.machines = Machines(len(config.workers.paces), cluster.beat_s, cluster.patience)
         self.paused = ""
-        """Why nobody gets a round at the moment."""
+        """Why nobody gets a round at the moment, or only those that have not contributed lately."""
+        self._paused_for_all = False
         self.ended = ""
         """Why the run is over: finished, stopped, or a sentence."""
         self.failed = False
         self._found, self._clock = found, clock
         self._incoming: dict[Key, Incoming] = {}
+        self._turned_away: set[str] = set()
         self._model: Incoming | None = None
         self._model_from = ""
         self._paused_s = self._ticked_s = 0.0
@@ -117,6 +120,8 @@ class Service:
 
     def machine(self, machine: str) -> Machine:
         found = self.machines.present.get(machine)
+        if machine in self._turned_away:
+            raise Denied("turned-away", f"{machine} was turned away: too many of its contributions were refused. Mend it first.")
         if found is None:
             raise Denied("unknown-machine", f"{machine!r} is not here, or was away for too long: join again.")
         self.machines.saw(found, self.now_s)
@@ -151,6 +156,8 @@ class Service:
                 raise Denied("no-model", "this run trains whatever model its machines bring: join it from a training script.")
             if self.recorded is not None and layout is not None and (wrong := self.starts.layout.difference(layout)):
                 raise Denied("layout", f"this run trains another model: here, {wrong}.")
+            if returning in self._turned_away:
+                self.machine(str(returning))
             known = returning in self.machines.present
             had = self.recorded.seats.get(returning) if self.recorded and returning else None
             machine = self.machines.join(_clean(name), self.now_s, returning=_clean(returning), pace_s=pace_s, seat=had)
@@ -220,20 +227,19 @@ class Service:
             }  # fmt: skip
 
     def _reason_to_wait(self, machine: Machine) -> str:
-        assert self.recorded is not None
-        present = {m.name for m in self.machines}
-        contributing = {name_of(name) for name in self.recorded.contributors} & present
-        if self.paused and (len(self.machines.present) < self.config.cluster.min_workers or machine.name in contributing):
+        if self.paused and (self._paused_for_all or machine.name in self.participants()):
             return self.paused
         return "" if self._free_seats(machine) else "all workers' rounds are under way"
 
     def _free_seats(self, machine: Machine) -> list[int]:
-        """The machine's own seat and the empty ones, as far as their rounds are not under way or waiting at a barrier."""
+        """The machine's own seat and those that nobody sits on or whose machine does another's round, as far as their rounds
+        are not under way or waiting at a barrier."""
         assert self.recorded is not None
         synchronizer = self.recorded.synchronizer
         waiting = {*synchronizer.held, *synchronizer.waiting}
+        elsewhere = {m.seat for m in self.machines if m.round is not None and m.round[0] != m.seat}
         own = {machine.seat} if machine.seat is not None else set()
-        return sorted((own | self.machines.empty_seats()) - waiting)
+        return sorted(seat for seat in own | elsewhere | self.machines.empty_seats() if seat is not None and seat not in waiting)
 
     def _hand_out(self, machine: Machine) -> None:
         """Of the free seats the one with the fewest arrivals, the machine's own where that is among them."""
@@ -394,6 +400,7 @@ class Service:
 
     def _turn_away_if_hopeless(self, machine: Machine) -> None:
         if machine.refused >= self.config.run.max_refusals:
+            self._turned_away.add(machine.id)
             self._part_with(machine, "turned-away", f"{machine.refused} of its contributions in a row were refused")
 
     # ---- a model from outside
@@ -447,6 +454,8 @@ class Service:
             if away_s > AWAY_S:  # this process stood still, or was busy: nobody is to blame for its silence
                 self.machines.forgive(away_s)
             self._ticked_s = self.now_s
+            if self._short_of_space():  # whoever waits for it is not to blame either
+                self.machines.forgive_waiting(self.now_s)
             for machine in self.machines.lost(self.now_s):
                 silent = self.now_s - (machine.progressed_s if machine.round else machine.seen_s)
                 self._part_with(machine, "lost", f"no progress for {silent:.1f} s")
@@ -469,22 +478,28 @@ class Service:
                     self.paused = str(error)
 
     def _consider_pause(self) -> None:
-        """Whether enough machines are here, and whether enough of them contribute."""
+        """Whether there is room, enough machines are here, and enough of them contribute."""
         if self.recorded is None or self.ended:
             return
-        least, here = self.config.cluster.min_workers, len(self.machines.present)
-        taking_part = self.participants()
-        window = self.recorded.contributors
-        why = ""
-        if here < least:
-            why = f"{here} of at least {least} machines are here"
-        elif len(window) == window.maxlen and len(taking_part) < least:
-            why = f"only {len(taking_part)} machines contributed to the last {len(window)} arrivals, and at least {least} must"
+        least, here, window = self.config.cluster.min_workers, len(self.machines.present), self.recorded.contributors
+        why = self._short_of_space() or (f"{here} of at least {least} machines are here" if here < least else "")
+        self._paused_for_all = bool(why)  # otherwise those that do not contribute may, and only they
+        if not why and len(window) == window.maxlen and (taking_part := len(self.participants())) < least:
+            why = f"only {taking_part} machines contributed to the last {len(window)} arrivals, and at least {least} must"
         if bool(why) != bool(self.paused):
             self._paused_s = self.now_s
             with self._recording() as run:
                 run.note("pause" if why else "go-on", self.now_s, reason=why)
         self.paused = why
+
+    def _short_of_space(self) -> str:
+        """Rounds are only handed out while there is room for what will come of them."""
+        if self.recorded is None:
+            return ""
+        free, needed = shutil.disk_usage(self.folder).free, self.starts.layout.size + self.recorded.layout.size
+        if free >= needed:
+            return ""
+        return f"{self.folder} has {free / 1e6:.1f} MB left, and a round needs {needed / 1e6:.1f}: free some space"
 
     def participants(self) -> set[str]:
         return set() if self.recorded is None else {name_of(name) for name in self.recorded.contributors}
@@ -504,7 +519,7 @@ class Service:
     def close(self) -> None:
         with self.lock:
             for incoming in self._incoming.values():
-                incoming.close(remove=True)
+                incoming.close(remove=False)  # the journal may have it already; if not, it is removed when the run is taken up
             self._incoming.clear()
             if self.recorded is not None:
                 self.recorded.close()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from heloco.engine.build import build_task, pick_device
+from heloco.engine.cluster.identity import Identity
 from heloco.engine.cluster.link import Link
 from heloco.engine.cluster.member import Ended, Member, NotHeld, Taken
 from heloco.errors import UserError
@@ -63,10 +64,13 @@ class Worker:
                 torch.cuda.synchronize(self.inner.device)
         return (time.perf_counter() - began) / PACE_STEPS
 
-    def run(self, link: Link, name: str, **options: Any) -> str:
+    def run(self, link: Link, name: str, run: str | None = None, **options: Any) -> str:
         """Until the run ends (the answer says why) or a stop is requested (then what became of the round)."""
-        member = self._member = Member(link, name, pace_s=self.measure_pace(), tell=self.tell, **options)
+        identity = Identity(run, name)
+        pace_s = self.measure_pace()
+        member = self._member = Member(link, name, pace_s=pace_s, returning=identity.machine, tell=self.tell, **options)
         answer = member.join()
+        identity.keep(answer["machine"])
         where = f"worker {answer['seat']}" if answer["seat"] is not None else "a spare: all seats are taken"
         self.tell(f"Joined {link.address} as {where}, {member.pace_s:.3g} s per step.")
         outcome = "nothing was under way"
@@ -76,9 +80,11 @@ class Worker:
                 if self.stop_requested:
                     break
             member.leave(self.stop_requested)
+            identity.forget()
             return f"Left the run ({self.stop_requested}): {outcome}."
         except Ended as end:
             member.leave()
+            identity.forget()
             return str(end)
 
     def _round(self, member: Member, taken: Taken) -> str:

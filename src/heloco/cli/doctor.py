@@ -1,0 +1,132 @@
+"""`heloco doctor ADDRESS`: whether this machine can take part in a run, and what would hold it up."""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from heloco.cli.join import linked
+from heloco.errors import UserError
+
+PROBE_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
+ENOUGH_S = 1.0
+"""A probe that took so long tells the bandwidth well enough."""
+CLOCK_OFF_S = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    good: bool
+    told: str
+
+
+def doctor(parsed: argparse.Namespace) -> int:
+    """Exit code 0 where nothing is in the way, 2 otherwise."""
+    found = []
+    for finding in examine(parsed):
+        found.append(finding)
+        if not parsed.json:
+            print(f"{'ok ' if finding.good else 'BAD'}  {finding.what:<12} {finding.told}", flush=True)
+    if parsed.json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    return 0 if all(finding.good for finding in found) else 2
+
+
+def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
+    yield Finding("this machine", True, here())
+    yield gpu()
+    from heloco.engine.cluster.link import Denied, LinkDown
+
+    try:
+        link = linked(parsed)
+        described = link.describe()
+    except (UserError, LinkDown, Denied) as error:
+        yield Finding("connection", False, str(error))
+        return
+    yield Finding("connection", True, f"{link.address} answers")
+    yield run_of(described)
+    for ask in (certificate, clock, latency, bandwidth):
+        try:
+            yield from ask(link, described)
+        except (LinkDown, Denied) as error:
+            yield Finding(ask.__name__, False, str(error))
+    link.close()
+
+
+def here() -> str:
+    import torch
+
+    import heloco
+
+    found = [f"heloco {heloco.__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    for name in ("ray", "httpx", "transformers"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def gpu() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPU", True, f"none; {torch.get_num_threads()} CPU threads")
+    every = range(torch.cuda.device_count())
+    names = [f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[0] / 1e9:.0f} GB free)" for i in every]
+    return Finding("GPU", True, ", ".join(names))
+
+
+def run_of(described: dict[str, Any]) -> Finding:
+    import heloco
+
+    if described["ended"]:
+        return Finding("run", False, f"{described['run']} has ended: {described['ended']}")
+    if described["heloco"].split(".")[:2] != heloco.__version__.split(".")[:2]:
+        return Finding("run", False, f"has heloco {described['heloco']}: install the same here")
+    return Finding("run", True, f"{described['run']}, heloco {described['heloco']}")
+
+
+def certificate(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+    if hasattr(link, "certificate_ends"):
+        days = (link.certificate_ends() - time.time()) / 86400
+        yield Finding("certificate", days > 0, f"the token's; valid for {days:.0f} more days")
+
+
+def clock(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+    if hasattr(link, "clock"):
+        began = time.time()
+        off_s = link.clock() - (began + time.time()) / 2
+        told = f"{abs(off_s):.1f} s {'behind' if off_s > 0 else 'ahead of'} the synchronizer's"
+        yield Finding("clock", abs(off_s) < CLOCK_OFF_S, told if abs(off_s) >= 0.1 else "the same as the synchronizer's")
+
+
+def latency(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+    times = []
+    for _try in range(5):
+        began = time.perf_counter()
+        link.describe()
+        times.append(time.perf_counter() - began)
+    yield Finding("latency", True, f"{sorted(times)[2] * 1e3:.1f} ms for a request and its answer")
+
+
+def bandwidth(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+    for name, probe in (("download", getattr(link, "probe_down", None)), ("upload", getattr(link, "probe_up", None))):
+        if probe is not None:
+            rate = _rate(probe)
+            times = f"a model of 15M parameters takes {60e6 / rate:.1f} s, one of 124M {496e6 / rate:.1f} s"
+            yield Finding(name, True, f"{rate / 1e6:.1f} MB/s: {times}")
+
+
+def _rate(probe: Callable[[int], float]) -> float:
+    """Bytes per second, with as many bytes as it takes to tell."""
+    for size in PROBE_BYTES:
+        seconds = probe(size)
+        if seconds > ENOUGH_S:
+            break
+    return size / seconds

@@ -1,0 +1,128 @@
+"""Who gets in. Without the right secret there is an empty answer and nothing else: no name, no detail, no byte of the run.
+
+A browser that has the view key gets in to the page, which only shows.
+"""
+
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import parse_qs
+
+from heloco.engine.cluster.gateway.credentials import Credentials
+
+PAGE = "/page"
+COOKIE = "heloco-view"
+WRONG_PER_S, WRONG_AT_ONCE = 0.2, 10
+"""Wrong credentials that one address may show before it is told to go away."""
+DISCARDED = 1 << 20
+"""Bytes of an unread body that are let in and thrown away; with more to come the connection ends."""
+
+Scope = Any
+Receive = Callable[[], Any]
+Send = Callable[[Any], Any]
+
+
+class Buckets:
+    """So many at once and so many a second, for each of the names; the longest unused are forgotten."""
+
+    def __init__(self, per_s: float, at_once: float, *, names: int = 4096, clock: Callable[[], float] = time.monotonic) -> None:
+        self.per_s, self.at_once, self.names, self._clock = per_s, at_once, names, clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, name: str) -> bool:
+        now = self._clock()
+        left, then = self._left.pop(name, (self.at_once, now))
+        left = min(self.at_once, left + (now - then) * self.per_s)
+        self._left[name] = (left - 1 if left >= 1 else left, now)
+        if len(self._left) > self.names:
+            self._left.popitem(last=False)
+        return left >= 1
+
+
+def header(scope: Scope, name: bytes) -> bytes:
+    """A header that may stand there once; twice is as bad as wrong."""
+    found = [value for key, value in scope["headers"] if key == name]
+    return found[0] if len(found) == 1 else b""
+
+
+def unread(scope: Scope) -> int:
+    """Bytes of body that come with a request, as it says itself; without a number, as many as you like."""
+    if header(scope, b"transfer-encoding"):
+        return 1 << 62
+    length = header(scope, b"content-length")
+    return int(length) if length.isdigit() else 0
+
+
+class Guard:
+    """ASGI middleware in front of everything."""
+
+    def __init__(self, app: Any, credentials: Credentials) -> None:
+        self.app = app
+        self._bearer = f"Bearer {credentials.secret}".encode()
+        self._view = credentials.view_key.encode()
+        self._wrong = Buckets(WRONG_PER_S, WRONG_AT_ONCE)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+        elif scope["type"] == "http":
+            path = scope["path"]
+            if path == PAGE or path.startswith(f"{PAGE}/"):
+                await self._page(scope, receive, send)
+            elif hmac.compare_digest(header(scope, b"authorization"), self._bearer):
+                await self.app(scope, receive, send)
+            else:
+                await self._turn_away(scope, send, header(scope, b"authorization"))
+
+    async def _turn_away(self, scope: Scope, send: Send, shown: bytes) -> None:
+        """401, or 429 for who keeps showing wrong ones; then every try also costs a new connection.
+
+        Right credentials are never limited: behind one address there may be many machines."""
+        address = (scope.get("client") or ("",))[0]
+        known = not shown or self._wrong.take(address)
+        closing = not known or unread(scope) > DISCARDED
+        await answer(send, 401 if known else 429, [(b"connection", b"close")] if closing else [])
+
+    async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = parse_qs(scope["query_string"].decode("latin-1")).get("key", [""])[0].encode("utf-8", "replace")
+        by_key = hmac.compare_digest(asked, self._view)
+        shown = asked or _cookie(header(scope, b"cookie"))
+        if not hmac.compare_digest(shown, self._view):
+            await self._turn_away(scope, send, shown)
+        elif scope["method"] not in ("GET", "HEAD"):
+            await answer(send, 405, [(b"allow", b"GET, HEAD")])
+        elif scope["path"] == PAGE:  # the page's own addresses are relative to its folder
+            where = f"{PAGE}/?key={self._view.decode()}" if by_key else f"{PAGE}/"
+            await answer(send, 307, [(b"location", where.encode())])
+        else:
+            await self.app(scope, receive, _with_headers(send, self._page_headers(by_key)))
+
+    def _page_headers(self, by_key: bool) -> list[tuple[bytes, bytes]]:
+        kept = f"{COOKIE}={self._view.decode()}; Path={PAGE}; HttpOnly; Secure; SameSite=Strict".encode()
+        return [(b"referrer-policy", b"no-referrer"), *([(b"set-cookie", kept)] if by_key else [])]
+
+
+def _cookie(text: bytes) -> bytes:
+    try:
+        found = SimpleCookie(text.decode("latin-1")).get(COOKIE)
+    except CookieError:
+        return b""
+    return found.value.encode("utf-8", "replace") if found else b""
+
+
+def _with_headers(send: Send, more: Iterable[tuple[bytes, bytes]]) -> Send:
+    async def sending(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", []), *more]}
+        await send(message)
+
+    return sending
+
+
+async def answer(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    """Without a body."""
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-length", b"0"), *headers]})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,394 @@
+"""The engineer's three lines: a training loop of one's own takes part in a run, through hooks on its own optimizer.
+
+    with heloco.join(address, model, optimizer):
+        for batch in loader:
+            loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+
+The hook counts the optimizer's steps. After as many as the synchronizer asked for, the pseudo-gradient goes out, is acknowledged,
+and the next start comes into the model, in place. All of it happens inside `optimizer.step()`, in the loop's own thread.
+"""
+
+import contextlib
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from heloco.engine.cluster.blocks import Blocks
+from heloco.engine.cluster.connect import connect
+from heloco.engine.cluster.files import finite
+from heloco.engine.cluster.link import Denied, Key, Link
+from heloco.engine.cluster.member import Ended, Member, NotHeld
+from heloco.engine.cluster.ranks import Ranks
+from heloco.errors import RunStopped, UserError
+
+ADDRESS = "HELOCO_ADDRESS"
+REFUSALS = 3
+"""Rounds in a row that came to NaN or Inf before this machine gives up."""
+
+
+class RunOver(BaseException):
+    """Leads out of the loop when the run has ended; the `with` it belongs to catches it. No `Exception`: a loop that goes on
+    after a batch that failed must not go on after this."""
+
+    def __init__(self, joined: "Joined") -> None:
+        super().__init__("The run has ended: this leaves the block `with heloco.join(…)`.")
+        self.joined = joined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    token: str | None = None
+    name: str | None = None
+    reset_optimizer: bool = False
+    stop_at_end: bool = True
+    patience_s: float = 3600.0
+    tell: Callable[[str], Any] = print
+
+
+def join(
+    address: "str | Link | None" = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    token: str | None = None,
+    name: str | None = None,
+    reset_optimizer: bool = False,
+    stop_at_end: bool = True,
+    patience_s: float = 3600.0,
+    tell: Callable[[str], Any] = print,
+) -> "Joined":
+    """A context in which the loop's model is trained together with other machines.
+
+    address: of the run, or a link; None: what HELOCO_ADDRESS says; where that is unset too, the loop trains alone as before.
+    optimizer: one or several; of several, a step counts when each of them has stepped.
+    token: None: what HELOCO_TOKEN says. name: of this machine, for the run's tape; None: its host name and process.
+    reset_optimizer: clear the optimizer's state at every new start; otherwise it stays.
+    stop_at_end: leave the block when the run has ended; otherwise the loop goes on alone.
+    patience_s: how long to try to reach the run before giving up.
+    tell: gets a line now and then.
+    """
+    options = Options(
+        token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s, tell=tell
+    )
+    if isinstance(address, nn.Module):
+        raise UserError("heloco.join takes the address first: heloco.join(address, model, optimizer), or model=…, optimizer=….")
+    address = address or os.environ.get(ADDRESS) or None
+    if address is None:
+        return Joined(None, nn.Module(), [], options)
+    if model is None or optimizer is None:
+        raise UserError("To join a run, heloco.join needs the model and its optimizer: heloco.join(address, model, optimizer).")
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    return Joined(address, model, [_hookable(each) for each in optimizers], options)
+
+
+def _hookable(optimizer: Any) -> Optimizer:
+    """The torch optimizer itself: accelerate's wrapper is one by name only, and passes each step on."""
+    while hasattr(optimizer, "optimizer") and type(optimizer).__module__.partition(".")[0] == "accelerate":
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"{type(optimizer).__name__} is no torch optimizer: give the torch.optim.Optimizer that steps the model.")
+    return optimizer
+
+
+@dataclass(frozen=True)
+class _Order:
+    """What every rank must know of the round that begins, or of the run's end."""
+
+    key: Key = (0, 0, 0)
+    inner_steps: int = 0
+    seat: int | None = None
+    seats: int = 1
+    ended: str = ""
+    clear: bool = False
+    """The optimizer's state is of no use any more."""
+
+
+class Joined:
+    """What `with heloco.join(…)` yields: where this machine stands in the run."""
+
+    def __init__(self, address: "str | Link | None", model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
+        self.arrivals = 0
+        """Contributions of this machine that the run has taken."""
+        self._address, self._model, self._optimizers, self._options = address, model, optimizers, options
+        self._ranks = Ranks()
+        self._member: Member | None = None
+        self._blocks: Blocks | None = None
+        self._start: dict[str, Tensor] = {}
+        """What the round started from: the one copy of the model that is held beside it."""
+        self._order = _Order()
+        self._steps = self._refused = 0
+        self._clear = self._between = False
+        self._began = 0.0
+        self._losses: list[Tensor | float] = []
+        self._samples = 0
+        self._waited_for = ""
+        self._to_step: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+
+    # ---- what a script may want to know
+
+    @property
+    def active(self) -> bool:
+        """False where there is no address: the loop trains alone."""
+        return self._address is not None
+
+    @property
+    def worker(self) -> int:
+        """This machine's number among `workers`; of a spare, of whoever's round it does. It may change after a cut."""
+        return self._order.key[0] if self._order.seat is None else self._order.seat
+
+    @property
+    def workers(self) -> int:
+        return self._order.seats
+
+    @property
+    def round(self) -> int:
+        return self._order.key[1]
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of the present round; 0 alone."""
+        return self._order.inner_steps
+
+    @property
+    def waiting(self) -> str:
+        """Why there is no round at the moment."""
+        return self._member.waiting if self._member else ""
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._order.ended)
+
+    def report(self, loss: Tensor | float | None = None, *, samples: int = 0) -> None:
+        """Puts a training loss, and how many samples it is of, on the run's tape: the mean over the round. Before the step."""
+        if not self.active or self.ended:
+            return
+        if loss is not None:
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else float(loss))
+        self._samples += samples
+
+    # ---- coming and going
+
+    def __enter__(self) -> Self:
+        if self._address is None:
+            return self
+        self._ranks = Ranks()
+        try:
+            whole = self._ranks.ask(self._connect)
+            self._blocks = Blocks(self._model, whole=whole)
+            if not any(self._blocks.trained_by(optimizer) for optimizer in self._optimizers):
+                raise UserError("The optimizer moves none of the model's parameters: give the one that trains this model.")
+            self._ranks.ask(self._come)
+            self._go_on(lambda: None)
+            if self.ended:
+                raise self._nothing_to_join(self._order.ended)
+            self._to_step = {id(optimizer) for optimizer in self._optimizers}
+            hook = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]  # where steps are compiled
+            self._hooks = [optimizer.register_step_post_hook(hook) for optimizer in self._optimizers]
+        except BaseException as error:
+            self._leave(f"it could not begin: {type(error).__name__}")
+            raise
+        self._tell(f"Joined {self._where} as worker {self.worker} of {self.workers}, {self.inner_steps} steps a round.")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if self._hooks and not self.ended:
+            undone = f"; {self._steps} steps of a round that was not done are given up" if self._steps else ""
+            self._tell(f"Left {self._where} after {self.arrivals} contributions{undone}.")
+        self._leave("its loop ended" if kind is None else f"its loop ended with {kind.__name__}")
+        return isinstance(error, RunOver) and error.joined is self
+
+    def _leave(self, reason: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._part(reason)
+
+    def _part(self, reason: str) -> None:
+        self._start = {}
+        if self._member is not None:
+            self._member.leave(reason)
+            self._member = None
+
+    def _connect(self) -> bool:
+        """Reaches the run. Whether it has a task of its own, whose model has every block."""
+        assert self._address is not None
+        link = connect(self._address, self._options.token) if isinstance(self._address, str) else self._address
+        name = self._options.name or f"{socket.gethostname()}-{os.getpid()}"
+        self._member = Member(link, name, patience_s=self._options.patience_s, tell=self._tell)
+        with self._in_words():
+            described = self._member.describe()
+        if described["ended"]:
+            raise self._nothing_to_join(f"The run has ended: {described['ended']}")
+        return not described["external"]
+
+    def _come(self) -> None:
+        assert self._member is not None and self._blocks is not None
+        self._member.layout = self._blocks.layout
+        try:
+            with self._in_words():
+                if self._member.join()["needs_model"]:
+                    self._blocks.check_finite()
+                    self._member.send_model(self._blocks.layout, self._blocks.named(), self._blocks.names)
+        except Ended as end:
+            raise self._nothing_to_join(str(end)) from None
+
+    # ---- the hook
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.ended:
+            self._over()
+            return
+        self._to_step.discard(id(optimizer))
+        if self._to_step:
+            return
+        self._to_step = {id(each) for each in self._optimizers}
+        self._steps += 1
+        member = self._member
+        if member is not None:
+            member.steps = self._steps
+        if self._between:  # an exchange was interrupted, and the loop went on: nothing of this round is of use
+            self._go_on(lambda: None)
+        elif self._steps >= self._order.inner_steps:
+            self._go_on(self._hand_in)
+        elif member is not None and member.doomed and self._ranks.size == 1:
+            self._go_on(self._give_up)
+
+    def _go_on(self, finish: Callable[[], None]) -> None:
+        """Finishes the round, and begins the next one."""
+        assert self._blocks is not None
+        self._between = True
+        order = self._ranks.ask(lambda: self._ordered(finish))
+        self._ranks.spread(self._blocks.tensors())
+        if order.clear or self._options.reset_optimizer:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        self._order, self._steps, self._between = order, 0, False
+        self._losses, self._samples = [], 0
+        self._began = time.perf_counter()
+        if order.ended and self._hooks:
+            self._over()
+
+    def _over(self) -> None:
+        """Again at every step, for a loop that caught it. The hooks stay until the block is left: torch is going through them."""
+        self._part("the run has ended")
+        if self._options.stop_at_end:
+            raise RunOver(self)
+
+    # ---- what only rank 0 does
+
+    def _ordered(self, finish: Callable[[], None]) -> _Order:
+        assert self._member is not None and self._blocks is not None
+        self._clear = False
+        try:
+            with self._in_words():
+                finish()
+                self._start = {}  # before the next one comes: there is never more than one
+                taken = self._member.take(self._note_waiting)
+                assert taken is not None
+        except Ended as end:
+            return self._final(str(end))
+        self._waited_for = ""
+        self._blocks.load(taken.start)
+        self._start = taken.start
+        joined = self._member.joined
+        return _Order(taken.key, taken.inner_steps, joined["seat"], joined["seats"], clear=self._clear)
+
+    def _final(self, why: str) -> _Order:
+        """The run is over. Its model, where it can still be had, is what the script goes on with."""
+        assert self._member is not None and self._blocks is not None
+        if self._hooks:
+            model = self._member.final()
+            if model is not None:
+                self._blocks.load(model)
+            what = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
+            self._tell(f"{why}. After {self.arrivals} contributions from here; {what}.")
+        return _Order(self._order.key, 0, self._order.seat, self._order.seats, ended=why)
+
+    def _hand_in(self) -> None:
+        assert self._member is not None and self._blocks is not None
+        member, key = self._member, self._order.key
+        self._blocks.wait_for_device()
+        member.pace_s = (time.perf_counter() - self._began) / self._steps
+        contribution = self._blocks.contribution(self._start)
+        name = f"Round {key[1]} of worker {key[0]}"
+        if not finite(
+            [t for block, t in contribution.items() if not block.startswith("buffer.")]
+        ):  # a buffer may be a mask of −∞
+            self._give_up_as_not_finite(name)
+            return
+        self._refused = 0
+        try:
+            ack = member.hand_in(key, contribution, self._told())
+        except NotHeld as reason:
+            self._tell(f"{name} came to nothing: {reason}")
+            return
+        if ack["verdict"] == "refused":
+            self._tell(f"{name} was refused: {ack['reason']}.")
+        else:
+            self.arrivals += 1
+
+    def _give_up_as_not_finite(self, name: str) -> None:
+        assert self._member is not None
+        self._member.abandon("its model holds NaN or Inf")
+        self._refused += 1
+        self._clear = True  # whatever the optimizer remembers is as bad
+        if self._refused >= REFUSALS:
+            raise RunStopped(
+                f"{self._refused} rounds in a row came to NaN or Inf here: look at the data and the loss, or lower the lr."
+            )
+        self._tell(f"{name} came to NaN or Inf and is given up: a fresh start, and the optimizer's state is cleared.")
+
+    def _give_up(self) -> None:
+        assert self._member is not None
+        reason = self._member.doomed
+        self._member.abandon(reason)
+        self._tell(f"Round {self.round} of worker {self._order.key[0]} is given up after {self._steps} steps: {reason}.")
+
+    def _told(self) -> dict[str, Any]:
+        losses = [float(loss) for loss in self._losses]
+        mean = sum(losses) / len(losses) if losses else math.nan
+        known = {"loss": mean, "last_loss": losses[-1] if losses else math.nan}
+        numbers = {name: value if math.isfinite(value) else None for name, value in known.items()}
+        return {**numbers, "samples": self._samples, "units": self._samples}
+
+    # ---- words
+
+    @property
+    def _where(self) -> str:
+        return self._address if isinstance(self._address, str) else getattr(self._address, "address", "the run")
+
+    def _tell(self, line: str) -> None:
+        if self._ranks.rank == 0:
+            self._options.tell(line)
+
+    def _note_waiting(self) -> bool:
+        if self.waiting and self.waiting != self._waited_for:
+            self._tell(f"Waiting for a round: {self.waiting}.")
+            self._waited_for = self.waiting
+        return False
+
+    def _nothing_to_join(self, why: str) -> UserError:
+        return UserError(f"There is nothing to join at {self._where}. {why}")
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """What the run refuses, with the names that the blocks have here."""
+        try:
+            yield
+        except Denied as error:
+            known = self._blocks.real_names() if self._blocks is not None else iter(())
+            names = {name: f"{kind} {real!r}" for name, kind, real in known}
+            sentence = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda found: names.get(found[0], found[0]), str(error))
+            raise UserError(f"{self._where} does not take this machine: {sentence}") from error

@@ -1,0 +1,367 @@
+"""A run on Ray, watched over: a synchronizer that dies is started again from its journal, a worker that dies is replaced and its
+round given to another at once, and where Ray itself ends all begins again. What was acknowledged is in the run's folder."""
+
+import contextlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from heloco.engine.cluster.host import Recipe
+from heloco.engine.cluster.link import Denied, LinkDown
+from heloco.engine.cluster.on_ray.actor import NAME, OK, make_actor
+from heloco.engine.cluster.on_ray.cluster import NAMESPACE, Cluster, require_ray, start_ray
+from heloco.engine.cluster.on_ray.link import RayLink
+from heloco.engine.cluster.on_ray.probe import split
+from heloco.engine.cluster.on_ray.workers import Started, start_worker
+from heloco.errors import RunStopped, UserError
+from heloco.run.config import RunConfig, gpt_config, parse_toml, resolve, with_fields
+from heloco.run.folder import META
+from heloco.task.gpt import TinyGPT
+
+LOOK_S = 0.5
+NAME_FREE_S = 20.0
+CLOSE_S = 60.0
+WORKERS_END_S = 15.0
+MOST_RESTARTS = 5
+"""Of the synchronizer without an arrival in between, and of local workers without a round: then something is wrong for good."""
+
+
+class RayEngine:
+    """Serves a run from the moment it is made until `close`. `keep`: local workers that die are replaced."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        workers: int = 0,
+        address: str | None = None,
+        keep: bool = True,
+        spread: bool = False,
+        threads: int = 0,
+        name: str = NAME,
+        tell: Callable[[str], Any] = print,
+        **ray: Any,
+    ) -> None:
+        """`address`: of a Ray cluster to join. `threads`: of the synchronizer. `ray`: what `start_ray` takes besides."""
+        self.recipe, self.keep, self.tell, self.name = recipe, keep, tell, name
+        self.address = self.token = ""
+        """Of the gateway, where the recipe has one."""
+        self.restarts = 0
+        self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
+        self._wanted, self._spread, self._made = 0, spread, 0
+        self._deaths = self._arrivals_at_death = 0
+        self._actor: Any = None
+        self._link: RayLink | None = None
+        self._workers: list[Started] = []
+        self._gone: set[str] = set()
+        """Names of workers that died and whose machines have not been told off yet."""
+        self._last: dict[str, Any] = {}
+        self._ended, self._failed, self._trouble = "", False, ""
+        self._over = threading.Event()
+        self._closing = threading.Event()
+        self._lock = threading.RLock()
+        self._watching: threading.Thread | None = None
+        self._fruitless, self._arrivals = 0, 0
+        self._options = {"store_bytes": store_bytes(recipe), **ray}
+        self._ray = require_ray()
+        self.cluster: Cluster = start_ray(address, **({**ray} if address else self._options))
+        try:
+            self._check_free()
+            self._begin()
+            self.start_workers(workers)
+            self._watching = threading.Thread(target=self._watch, name="heloco-supervisor", daemon=True)
+            self._watching.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "RayEngine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def link(self) -> RayLink:
+        assert self._link is not None, "the synchronizer was not started"
+        return self._link
+
+    # ---- the synchronizer
+
+    def _check_free(self) -> None:
+        with contextlib.suppress(ValueError):
+            self._ray.get_actor(self.name, namespace=NAMESPACE)
+            raise UserError(
+                f"The Ray cluster at {self.cluster.address} serves a run already: stop that one (`heloco stop ray:…`), or start "
+                "another Ray."
+            )
+
+    def _begin(self) -> None:
+        """The synchronizer from the recipe; what is wrong with that is a UserError."""
+        self._actor = self._named_actor()
+        reply = self._when_ready(self._actor.begin.remote(self.recipe, self._threads))
+        if reply[0] != OK:
+            raise UserError(reply[-1])
+        self.address, self.token = reply[1]["address"], reply[1]["token"]
+        if self.recipe.door is not None:  # others know this address: after a restart it is the same
+            port = int(self.address.rpartition(":")[2])
+            self.recipe = replace(self.recipe, door=replace(self.recipe.door, port=port))
+        self.pid: int = reply[1]["pid"]
+        self._end_of_run = self._actor.over.remote()
+        self._link = RayLink(name=self.name)
+        self._last = self.link.status()
+
+    def _named_actor(self) -> Any:
+        """One that died keeps its name until it is killed by Ray too, and a little longer."""
+        if self._actor is not None:
+            self._kill(self._actor)
+        until = time.monotonic() + NAME_FREE_S
+        while True:
+            try:
+                return make_actor(self.name)
+            except ValueError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def _when_ready(self, reference: Any) -> Any:
+        """However long it takes (data may be prepared, a journal followed), as long as Ray is there."""
+        while not self._ray.wait([reference], timeout=LOOK_S)[0]:
+            if self.cluster.broken():
+                raise RunStopped(f"Ray ended. The last it said at its start: {self.cluster.words()}")
+        return self._ray.get(reference, timeout=CLOSE_S)
+
+    # ---- workers
+
+    def start_workers(self, count: int) -> None:
+        """More machines of ours."""
+        with self._lock:
+            self._wanted += count
+            for _ in range(count):
+                self._start_worker()
+
+    def _start_worker(self) -> None:
+        name = f"local-{self._made}"
+        self._made += 1
+        data = self.recipe.data
+        self._workers.append(start_worker(name, self.name, among=max(1, self._wanted), data=data, spread=self._spread))
+
+    def workers(self) -> list[dict[str, Any]]:
+        """How each local worker is doing; those that cannot be asked are left out."""
+        found = []
+        for worker in list(self._workers):
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                found.append(self._ray.get(worker.handle.status.remote(), timeout=10))
+        return found
+
+    # ---- watching over
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._look()
+            except Exception as error:
+                if not self._closing.is_set():
+                    self._finish(f"the engine met an error of its own ({type(error).__name__}: {error}).", failed=True)
+                return
+
+    def _look(self) -> None:
+        """One look around: it returns when something happened, or after a while."""
+        if self.cluster.broken() and not self._ended:
+            self._again("Ray ended", anew=True)
+            return
+        waited = [worker.ended for worker in self._workers]
+        if not self._ended:
+            waited.append(self._end_of_run)
+        if not waited:
+            self._closing.wait(LOOK_S)
+            return
+        ready, _ = self._ray.wait(waited, num_returns=1, timeout=LOOK_S)
+        if self._end_of_run in ready and not self._ended:
+            self._heard_of_synchronizer()
+        for worker in [w for w in self._workers if w.ended in ready]:
+            self._heard_of(worker)
+        if self._gone:
+            self._tell_off()
+
+    def _heard_of_synchronizer(self) -> None:
+        try:
+            found = self._ray.get(self._end_of_run, timeout=LOOK_S)[1]
+            self._finish(found["ended"], failed=found["failed"])
+        except self._ray.exceptions.ActorUnavailableError:  # it may be there all the same
+            self._closing.wait(0.05)
+            self._end_of_run = self._actor.over.remote()
+        except self._ray.exceptions.RayError:
+            if self.cluster.broken():
+                return
+            self._again("The synchronizer's process died", anew=False)
+
+    def _again(self, why: str, *, anew: bool) -> None:
+        """From the run's folder; with `anew` in a new Ray, if that was ours."""
+        arrivals = int(self._last.get("arrivals", 0))
+        self._fruitless = 0 if arrivals > self._arrivals else self._fruitless + 1
+        self._arrivals = arrivals
+        if self._ended or self._fruitless > MOST_RESTARTS:
+            goes_on = f"What was done is kept: `heloco serve {self.recipe.folder}` goes on."
+            self._finish(f"{why}, {self._fruitless} times without an arrival in between. {goes_on}", failed=True)
+            self._workers.clear()
+            return
+        self.restarts += 1
+        self.tell(f"{why}: it is started again from its journal.")
+        self.recipe = self.recipe.again()
+        try:
+            if anew:
+                self._new_ray()
+            self._begin()
+            for _ in range(self._wanted if anew else 0):
+                self._start_worker()
+        except (UserError, RunStopped) as error:
+            self._finish(str(error), failed=True)
+        except self._ray.exceptions.RayError:
+            pass  # it died again: the next look finds out
+
+    def _new_ray(self) -> None:
+        """At the same addresses."""
+        ports = {"port": split(self.cluster.address)[1], "client_port": split(self.cluster.client_address)[1]}
+        self._workers.clear()
+        self.cluster.stop(for_good=False)
+        self._actor = None
+        self.cluster = start_ray(**{**self._options, **ports})
+
+    def _heard_of(self, worker: Started) -> None:
+        with self._lock:
+            self._workers.remove(worker)
+        try:
+            well, words = self._ray.get(worker.ended, timeout=LOOK_S)
+            if not well and not self._ended:
+                self._trouble = words
+                self.tell(f"{worker.name}: {words}")
+        except self._ray.exceptions.RayError as error:
+            why = str(error).strip().splitlines()[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else ""
+            self._kill(worker.handle)  # after an error of its own the process is still there
+            self._gone.add(worker.name)
+            self._tell_off()
+            self._replace(worker.name, why)
+
+    def _kill(self, handle: Any) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(handle)
+
+    def _replace(self, name: str, why: str) -> None:
+        said = f"{name} died{f' ({why})' if why else ''}"
+        arrivals = int(self._last.get("arrivals", 0))
+        self._deaths = 1 if arrivals > self._arrivals_at_death else self._deaths + 1
+        self._arrivals_at_death = arrivals
+        if self._ended or not self.keep:
+            self.tell(f"{said}.")
+        elif self._deaths > max(MOST_RESTARTS, 2 * self._wanted):
+            self._trouble = f"{said}, as others did before it; is there enough memory?"
+            self.tell(self._trouble)
+        else:
+            self.tell(f"{said}: another takes its place.")
+            with self._lock:
+                self._start_worker()
+
+    def _tell_off(self) -> None:
+        """Their rounds go to others now, not after the time-out. Where the synchronizer is away, the next look tries again."""
+        with contextlib.suppress(LinkDown, Denied, RunStopped):
+            self._last = self.link.status()
+            for machine in self._last["machines"]:
+                if machine["name"] in self._gone:
+                    self.link.leave(machine["machine"], "its process died")
+            self._gone.clear()
+
+    def _finish(self, ended: str, *, failed: bool) -> None:
+        self._ended, self._failed = ended, failed
+        self._over.set()
+
+    # ---- what the command line asks for
+
+    def status(self) -> dict[str, Any]:
+        """The service's, and what is known of Ray. While the synchronizer is away, the last that was known of it."""
+        try:
+            self._last = found = self.link.status()
+        except (LinkDown, Denied, RunStopped):
+            found = {**self._last, "paused": "the synchronizer is being started again"}
+        ray = {"address": self.cluster.address, "restarts": self.restarts, "local": len(self._workers), "pid": self.pid}
+        return {**found, "ended": self._ended or found["ended"], "ray": ray}
+
+    def trouble(self) -> str:
+        return self._trouble
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Until the run has ended; says why. A run that cannot go on is a RunStopped."""
+        if not self._over.wait(timeout_s):
+            raise TimeoutError(f"The run has not ended within {timeout_s} s.")
+        if self._failed:
+            raise RunStopped(self._ended)
+        return self._ended
+
+    def stop(self, reason: str = "stopped") -> None:
+        """What is there is saved, and the machines are told."""
+        with contextlib.suppress(Denied):
+            self.link.stop(reason)
+        self._over.wait(CLOSE_S)
+
+    def close(self) -> None:
+        """Ends all that was started here."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._watching is not None:
+            self._watching.join(CLOSE_S)
+        try:
+            self._end_processes()
+        finally:
+            self.cluster.stop()
+
+    def _end_processes(self) -> None:
+        errors = (self._ray.exceptions.RayError, LinkDown, Denied, RunStopped)
+        actor = self._actor
+        if not self._ended and self._link is not None:
+            with contextlib.suppress(*errors):
+                self.link.stop("stopped")
+        if self.cluster.broken():
+            return
+        with contextlib.suppress(*errors):
+            for worker in self._workers:
+                worker.handle.stop.remote("the run has ended")
+            if ended := [worker.ended for worker in self._workers]:
+                self._ray.wait(ended, num_returns=len(ended), timeout=WORKERS_END_S)
+        with contextlib.suppress(*errors):
+            if actor is not None:
+                self._ray.get(actor.close.remote(), timeout=CLOSE_S)
+        for handle in [*(worker.handle for worker in self._workers), *([actor] if actor is not None else [])]:
+            self._kill(handle)
+
+
+# ---- how much memory Ray's store needs
+
+
+def store_bytes(recipe: Recipe) -> int:
+    """(workers + 2) models; where the model is not known yet, a third of the machine's memory: only what is used of it counts."""
+    meta = Path(recipe.folder) / META
+    if meta.exists():
+        with contextlib.suppress(ValueError, KeyError):
+            known = json.loads(meta.read_text())
+            return (len(known["paces"]) + 2) * int(known["parameters"]) * 4
+    if not recipe.config:
+        return 0
+    config = resolve(with_fields(RunConfig(), parse_toml(recipe.config, "the run's config")))
+    if config.data.task == "images":
+        return 0
+    if config.data.task == "external" or config.model.hf:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
+    vocabulary = config.model.vocab_size or (257 if config.data.tokenizer == "bytes" else 50_257)
+    with torch.device("meta"):
+        model = TinyGPT(gpt_config(replace(config.model, vocab_size=vocabulary)))
+    return (len(config.workers.paces) + 2) * 4 * sum(math.prod(p.shape) for p in model.parameters())

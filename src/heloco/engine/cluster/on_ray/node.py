@@ -1,0 +1,34 @@
+"""A script: `ray start ARGUMENTS` that ends, with all that it started, when whoever started it has ended, however that came.
+
+It is run by its path and imports nothing of heloco: Ray's start-up alone is slow enough.
+"""
+
+import importlib
+import os
+import shutil
+import signal
+import sys
+import threading
+
+parent_ended = threading.Event()
+
+
+def end_with_parent() -> None:
+    sys.stdin.buffer.read()  # the other end of this pipe is the parent's alone: it closes with the parent, even killed
+    parent_ended.set()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def folder() -> str:
+    return next(argument.removeprefix("--temp-dir=") for argument in sys.argv if argument.startswith("--temp-dir="))
+
+
+if __name__ == "__main__":
+    main = importlib.import_module("ray.scripts.scripts").main
+    sys.argv = ["ray", "start", *sys.argv[1:]]
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    try:
+        main()
+    finally:
+        if parent_ended.is_set():
+            shutil.rmtree(folder(), ignore_errors=True)

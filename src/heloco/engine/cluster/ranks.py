@@ -1,0 +1,44 @@
+"""The processes that train one model together with torch.distributed, as one machine of a run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from heloco.errors import RunStopped
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """Rank 0 talks to the run for all of them. Without torch.distributed there is just the one."""
+
+    def __init__(self) -> None:
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.size = torch.distributed.get_world_size() if together else 1
+        self.rank = torch.distributed.get_rank() if together else 0
+
+    def ask(self, talk: Callable[[], T]) -> T:
+        """What rank 0 answers, on every rank; what goes wrong there goes wrong everywhere."""
+        if self.size == 1:
+            return talk()
+        answer: list[Any] = [None, ""]
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                answer[0] = talk()
+            except Exception as error:
+                failure, answer[1] = error, f"{type(error).__name__}: {error}"
+        torch.distributed.broadcast_object_list(answer, src=0)
+        if failure is not None:
+            raise failure
+        if answer[1]:
+            raise RunStopped(f"Rank 0 could not go on with the run: {answer[1]}")
+        found: T = answer[0]
+        return found
+
+    def spread(self, tensors: Iterator[Tensor]) -> None:
+        if self.size > 1:
+            for tensor in tensors:
+                torch.distributed.broadcast(tensor.detach(), src=0)

@@ -1,0 +1,908 @@
+"""The HTTPS gateway: real TLS on loopback, a real server, a real service; connections that are cut, frozen or not let in."""
+
+import contextlib
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import evals, on_threads, tape
+
+pytest.importorskip("starlette", reason="starlette is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("cryptography", reason="cryptography is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+
+from heloco.engine.build import build_task
+from heloco.engine.cluster.gateway import check_parts
+from heloco.engine.cluster.gateway.client import HttpsLink
+from heloco.engine.cluster.gateway.credentials import Credentials, parse_token, self_signed, view_key
+from heloco.engine.cluster.gateway.guard import Buckets
+from heloco.engine.cluster.gateway.server import GatewayServer
+from heloco.engine.cluster.link import Denied, Key, LinkDown, LocalLink, digest_of
+from heloco.engine.cluster.member import Member
+from heloco.engine.cluster.service import Service
+from heloco.engine.cluster.serving import Housekeeper, external_run, new_run
+from heloco.engine.cluster.worker import Worker
+from heloco.errors import UserError
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.journal import read_events
+from heloco.run.tensors import Layout, pieces
+from heloco.task import Task
+
+SETTINGS: dict[str, Any] = {
+    "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": 3, "arrivals": 30,
+    "batch_size": 2, "lr": 0.003, "paces": [1.0, 1.0], "method": "heloco-ramp", "checkpoint_every": 10, "eval_every": 10,
+    "beat_s": 0.2, "device": "cpu",
+}  # fmt: skip
+REPORT = {"loss": 1.0, "last_loss": 1.0, "samples": 6, "units": 96}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with on_threads(1):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(cache: Path) -> tuple[Task, RunConfig]:  # noqa: ARG001
+    return build_task(resolve(with_fields(RunConfig(), SETTINGS)))
+
+
+class Served:
+    """A run and its gateway."""
+
+    def __init__(self, service: Service, folder: Path, page: Any = None, **own: Any) -> None:
+        self.service, self.folder = service, folder
+        self.credentials = Credentials.found_or_made(folder / "credentials", ["localhost"], **own)
+        self.server = GatewayServer(service, self.credentials, "127.0.0.1", 0, page=page)
+        self.server.start()
+        self.links: list[HttpsLink] = []
+
+    @property
+    def port(self) -> int:
+        return self.server.port
+
+    def other_link(self) -> HttpsLink:
+        """Of somebody who knows the run already."""
+        made = self.link()
+        made.describe()
+        return made
+
+    def link(self, port: int | None = None, token: str | None = None, timeout_s: float = 10.0) -> HttpsLink:
+        made = HttpsLink(f"https://127.0.0.1:{port or self.port}", token or self.credentials.token, timeout_s=timeout_s)
+        self.links.append(made)
+        return made
+
+    def raw(self, secret: str | None = None) -> Any:
+        """A plain HTTPS client."""
+        headers = {"authorization": f"Bearer {self.credentials.secret if secret is None else secret}"}
+        return httpx.Client(base_url=self.server.address, verify=False, headers=headers, trust_env=False, timeout=20)
+
+    def digest(self) -> str:
+        assert self.service.recorded is not None
+        return self.service.recorded.digest()
+
+    def events(self) -> list[str]:
+        return [event["event"] for event, _, _ in read_events(self.folder / "journal" / "events.jsonl")]
+
+    def close(self) -> None:
+        for link in self.links:
+            link.close()
+        self.server.stop()
+        self.service.close()
+
+
+Serve = Callable[..., Served]
+
+
+@pytest.fixture
+def serve(tiny: tuple[Task, RunConfig], tmp_path: Path) -> Iterator[Serve]:
+    made: list[Served] = []
+
+    def begin(page: Any = None, **settings: Any) -> Served:
+        task, config = tiny
+        folder = tmp_path / f"run-{len(made)}"
+        made.append(Served(new_run(task, with_fields(config, settings), folder), folder, page))
+        return made[-1]
+
+    yield begin
+    for served in made:
+        served.close()
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    return serve()
+
+
+class Machine:
+    """One that does not train: it hands in what the test says."""
+
+    def __init__(self, link: Any, name: str = "m") -> None:
+        self.link = link
+        answer = link.join(name, returning=None, pace_s=None, layout=None)
+        self.id, self.layout = answer["machine"], Layout.from_json(answer["layout"])
+        self.contribution = Layout.from_json(answer["contribution"])
+
+    def take(self) -> Key:
+        answer = self.link.next_round(self.id, 5)
+        return answer["worker"], answer["round"], answer["version"]
+
+    def delta(self, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(shape, generator=generator) * 1e-3 for name, _, shape in self.contribution.entries}
+
+    def hand_in(self, key: Key, delta: dict[str, Tensor]) -> dict[str, Any]:
+        return self.link.hand_in(self.id, key, self.contribution, delta, REPORT)
+
+    def about(self, key: Key) -> dict[str, Any]:
+        return self.link._about(self.id, key)
+
+
+class Proxy:
+    """Forwards connections byte by byte and disturbs them: at the n-th byte in a direction, for each n of a list in turn.
+
+    "cut" ends the connection, "freeze" forwards nothing more and says nothing, as a half-open connection does.
+    """
+
+    def __init__(self, port: int, up: list[int] | None = None, down: list[int] | None = None, fault: str = "cut") -> None:
+        self.target, self.fault = port, fault
+        self.limits = {"up": list(up or []), "down": list(down or [])}
+        self.struck = 0
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                self._sockets += [near, far]
+                frozen = threading.Event()
+                for direction, pair in (("up", (near, far)), ("down", (far, near))):
+                    threading.Thread(target=self._pump, args=(direction, *pair, frozen), daemon=True).start()
+
+    def _pump(self, direction: str, source: socket.socket, sink: socket.socket, frozen: threading.Event) -> None:
+        count = 0
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 14):
+                count += len(piece)
+                if self._strikes(direction, count):
+                    frozen.set()
+                    if self.fault == "cut":
+                        for end in (source, sink):
+                            end.shutdown(socket.SHUT_RDWR)
+                            end.close()
+                        return
+                if not frozen.is_set():
+                    sink.sendall(piece)
+        if not frozen.is_set():
+            with contextlib.suppress(OSError):
+                sink.shutdown(socket.SHUT_WR)
+
+    def _strikes(self, direction: str, count: int) -> bool:
+        with self._lock:
+            limits = self.limits[direction]
+            if not limits or count < limits[0]:
+                return False
+            limits.pop(0)
+            self.struck += 1
+            return True
+
+    def close(self) -> None:
+        for end in (self._listening, *self._sockets):
+            end.close()
+
+
+@pytest.fixture
+def proxied() -> Iterator[Callable[..., Proxy]]:
+    made: list[Proxy] = []
+
+    def begin(*arguments: Any, **options: Any) -> Proxy:
+        made.append(Proxy(*arguments, **options))
+        return made[-1]
+
+    yield begin
+    for proxy in made:
+        proxy.close()
+
+
+# ---- whole runs
+
+
+def test_machines_train_through_the_gateway_and_the_loss_falls(serve, tiny):
+    served = serve()
+    keeper = Housekeeper(served.service)
+    keeper.start()
+    with ThreadPoolExecutor(2) as threads:
+        ends = list(threads.map(lambda i: _train(tiny, served.link(), f"m{i}"), range(2)))
+    keeper.end()
+    assert ends == ["The run has ended: finished"] * 2
+    lines = tape(served.folder)
+    assert len(lines) == SETTINGS["arrivals"]
+    assert {line["machine"].partition("#")[0] for line in lines} == {"m0", "m1"}
+    losses = [line["mean"]["loss"] for line in evals(served.folder)]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def _train(tiny: tuple[Task, RunConfig], link: Any, name: str) -> str:
+    return Worker(*tiny, tell=lambda _: None).run(link, name, link.describe()["run"])
+
+
+def test_one_machine_over_https_computes_what_it_computes_here_to_the_bit(serve, tiny):
+    here, there = serve(arrivals=8), serve(arrivals=8)
+    _train(tiny, LocalLink(here.service), "m")
+    _train(tiny, there.link(), "m")
+    assert [line["digest"] for line in tape(here.folder)] == [line["digest"] for line in tape(there.folder)]
+    assert here.digest() == there.digest()
+
+
+# ---- who gets in
+
+
+PATHS = [
+    ("GET", "/v1/describe"), ("POST", "/v1/join"), ("GET", "/v1/start"), ("PUT", "/v1/contribution"), ("POST", "/v1/beat"),
+    ("POST", "/v1/stop"), ("GET", "/v1/probe?bytes=10"), ("GET", "/"), ("GET", "/page/"), ("DELETE", "/nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", ["", "x" * 43, "é"], ids=["none", "wrong", "no ASCII"])
+def test_without_the_token_there_is_an_empty_401_and_nothing_else(served, secret):
+    with served.raw() as client:
+        client.headers = httpx.Headers([(b"authorization", f"Bearer {secret}".encode())] if secret else [])
+        for method, path in PATHS:
+            answer = client.request(method, path, content=b"x" * 10 if method != "GET" else None)
+            assert (answer.status_code, answer.content) == (401, b"")
+            assert set(answer.headers) <= {"content-length", "date", "connection"}
+
+
+def test_who_keeps_showing_wrong_credentials_is_sent_away_but_the_right_ones_get_in(served):
+    with served.raw("wrong") as client:
+        statuses = [client.get("/v1/describe").status_code for _ in range(15)]
+        assert client.get("/v1/describe").content == b""
+    assert set(statuses[:10]) == {401} and statuses[-1] == 429
+    assert served.link().describe()["run"] == served.service.run_id
+
+
+def test_buckets_fill_again_with_time_and_forget_the_oldest():
+    now = [0.0]
+    buckets = Buckets(2, 3, names=2, clock=lambda: now[0])
+    assert [buckets.take("a") for _ in range(4)] == [True, True, True, False]
+    now[0] = 0.6
+    assert [buckets.take("a"), buckets.take("a")] == [True, False]
+    assert buckets.take("b") and buckets.take("c")
+    assert [buckets.take("a") for _ in range(4)] == [True, True, True, False]  # forgotten, so begun anew
+
+
+def test_a_wrong_token_is_a_sentence_for_the_person_who_pasted_it(served):
+    wrong = f"heloco1.{'x' * 43}.{served.credentials.fingerprint}"
+    with pytest.raises(UserError, match=r"does not accept the token.*Paste the one"):
+        served.link(token=wrong).describe()
+    with pytest.raises(UserError, match="not whole"):
+        served.link(token=served.credentials.token[:-1])
+    for address in ("http://x:1", "https://", "https://x:1/path", "https://u@x:99999"):
+        with pytest.raises(UserError, match="is no address of a gateway"):
+            HttpsLink(address, served.credentials.token)
+
+
+def test_another_certificate_is_refused_before_anything_is_told(served):
+    other = f"heloco1.{served.credentials.secret}.{'0' * 64}"
+    with pytest.raises(UserError, match=r"is not the one in the token.*Paste"):
+        served.link(token=other).describe()
+
+
+def test_a_certificate_that_changes_while_a_machine_is_joined_is_refused(served, serve):
+    link = served.link()
+    link.describe()
+    link.close()
+    link._clients.clear()
+    link.address = serve().server.address
+    with pytest.raises(UserError, match="is not the one in the token"):
+        link.describe()
+    with pytest.raises(LinkDown, match="is not the one in the token"):
+        link.beat("m#1", 0, None)  # in a thread of its own: it goes on, the others end the machine
+
+
+def test_the_gateway_speaks_no_old_tls(served):
+    import ssl
+    import warnings
+
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
+    with socket.create_connection(("127.0.0.1", served.port)) as plain, pytest.raises(OSError):
+        context.wrap_socket(plain)
+
+
+def test_no_gateway_at_the_address_is_to_be_tried_again(served):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(LinkDown, match="cannot be reached"):
+        served.link(port).describe()
+
+
+# ---- credentials
+
+
+def test_credentials_are_made_once_and_are_their_owners_alone(tmp_path):
+    made = Credentials.found_or_made(tmp_path / "credentials", ["head", "10.0.0.7", "::1"])
+    again = Credentials.found_or_made(tmp_path / "credentials")
+    assert made.token == again.token and not made.news
+    assert stat.S_IMODE((tmp_path / "credentials").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "credentials").iterdir()} == {0o600}
+    assert parse_token(made.token) == (made.secret, made.fingerprint)
+    assert made.view_key == view_key(made.token) and made.secret not in made.view_key
+
+
+def test_a_bad_host_name_and_a_broken_folder_are_sentences(tmp_path):
+    with pytest.raises(UserError, match="neither a name nor an address"):
+        Credentials.found_or_made(tmp_path / "a", ["gerät"])
+    folder = tmp_path / "credentials"
+    Credentials.found_or_made(folder)
+    for name in ("secret", "certificate.pem", "key.pem"):
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"broken")
+        with pytest.raises(UserError, match=r"restore it|remove .*|belongs together"):
+            Credentials.found_or_made(folder)
+        (folder / name).write_bytes(before)
+
+
+def _write_pair(folder: Path, begin_days: int, end_days: int) -> dict[str, str]:
+    now = datetime.now(UTC)
+    folder.mkdir(parents=True, exist_ok=True)
+    certificate, key = self_signed(["head"], now + timedelta(days=begin_days), now + timedelta(days=end_days))
+    (folder / "certificate.pem").write_bytes(certificate)
+    (folder / "key.pem").write_bytes(key)
+    return {"cert": str(folder / "certificate.pem"), "key": str(folder / "key.pem")}
+
+
+def test_an_expired_certificate_is_made_anew_and_the_token_changes(tmp_path):
+    before = Credentials.found_or_made(tmp_path)
+    _write_pair(tmp_path, -400, -30)
+    after = Credentials.found_or_made(tmp_path)
+    assert after.secret == before.secret and after.fingerprint != before.fingerprint
+    assert "expired" in after.news and "token has changed" in after.news
+    assert Credentials.found_or_made(tmp_path) == replace(after, news="")
+
+
+def test_a_certificate_of_ones_own(serve, tiny, tmp_path):
+    own = _write_pair(tmp_path / "own", -10, 10)
+    served = Served(new_run(*tiny, tmp_path / "run"), tmp_path / "run", **own)
+    assert served.link().describe()["run"] == served.service.run_id
+    served.close()
+    with pytest.raises(UserError, match="belong together"):
+        Credentials.found_or_made(tmp_path / "c", cert=own["cert"])
+    with pytest.raises(UserError, match=r"valid from .* not today"):
+        Credentials.found_or_made(tmp_path / "c", **_write_pair(tmp_path / "old", -30, -1))
+    other = _write_pair(tmp_path / "other", -1, 1)["key"]
+    with pytest.raises(UserError, match="is not the key of"):
+        Credentials.found_or_made(tmp_path / "c", cert=own["cert"], key=other)
+
+
+@pytest.mark.parametrize(("days", "says"), [((-30, -1), "has expired"), ((1, 30), "clock is behind")])
+def test_a_certificate_outside_its_time_is_a_sentence_on_the_machine(tiny, tmp_path, days, says):
+    folder = tmp_path / "run"
+    service = new_run(*tiny, folder)
+    found = Credentials.found_or_made(folder / "credentials")
+    _write_pair(folder / "credentials", *days)
+    from heloco.engine.cluster.gateway.credentials import _read, fingerprint_of
+
+    der = _read(found.certificate).public_bytes(__import__("cryptography").hazmat.primitives.serialization.Encoding.DER)
+    shown = replace(found, fingerprint=fingerprint_of(der))
+    server = GatewayServer(service, shown, "127.0.0.1", 0)
+    server.start()
+    with pytest.raises(UserError, match=says):
+        HttpsLink(server.address, shown.token).describe()
+    server.stop()
+    service.close()
+
+
+def test_missing_packages_are_named_with_the_remedy():
+    with pytest.raises(UserError, match=r'needs no_such_package: pip install "heloco\[cluster\]"'):
+        check_parts("httpx", "no_such_package")
+
+
+def test_the_links_side_loads_no_server_and_the_package_neither():
+    code = "import heloco.engine.cluster.gateway.client, sys; print([m for m in ('uvicorn', 'starlette', 'httpx') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# ---- listening
+
+
+def test_a_port_that_is_taken_and_an_address_of_others_are_sentences(served):
+    for host, port, says in (("127.0.0.1", served.port, "is taken"), ("192.0.2.1", 0, "no address of this machine"),
+                             ("no.such.host.invalid", 0, "no address to listen at")):  # fmt: skip
+        with pytest.raises(UserError, match=says):
+            GatewayServer(served.service, served.credentials, host, port).start()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may listen everywhere")
+def test_a_privileged_port_is_a_sentence(served):
+    with pytest.raises(UserError, match="from 1024 on"):
+        GatewayServer(served.service, served.credentials, "127.0.0.1", 443).start()
+
+
+def test_it_stops_while_machines_wait_and_can_be_started_again(served):
+    link = served.link()
+    first = Machine(link, "a")
+    first.take()
+    second = Machine(link, "b")
+    second.take()
+    third = link.join("c", returning=None, pace_s=None, layout=None)["machine"]
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(served.other_link().next_round, third, 8.0)
+        with contextlib.suppress(LinkDown):
+            began = time.monotonic()
+            served.server.stop()
+            assert "wait" in waiting.result()
+        assert time.monotonic() - began < 5
+    with pytest.raises(LinkDown):
+        link.describe()
+    server = GatewayServer(served.service, served.credentials, "127.0.0.1", served.port)
+    server.start()
+    assert link.describe()["run"] == served.service.run_id
+    server.stop()
+
+
+def test_a_machine_that_waits_is_given_a_round_as_soon_as_there_is_one(served):
+    machines = [Machine(served.link(), name) for name in "ab"]
+    for machine in machines:
+        machine.take()
+    spare = served.link()
+    third = spare.join("c", returning=None, pace_s=None, layout=None)["machine"]
+    assert spare.next_round(third, 0) == {"wait": "all workers' rounds are under way"}
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(spare.next_round, third, 8.0)
+        machines[0].link.leave(machines[0].id, "it\nleft")
+        assert waiting.result()["worker"] == 0
+
+
+# ---- what is refused
+
+
+def test_another_models_layout_is_refused_by_name(served):
+    link = served.link()
+    machine = Machine(link)
+    other = Layout(tuple((name, dtype, (*shape[:-1], shape[-1] + 1)) for name, dtype, shape in machine.layout.entries))
+    with pytest.raises(Denied, match="this run trains another model") as denied:
+        link.join("other", returning=None, pace_s=None, layout=other)
+    assert denied.value.name == "layout"
+    assert link.join("same", returning=None, pace_s=0.1, layout=machine.layout)["machine"].startswith("same#")
+    key = machine.take()
+    shapes = [*machine.contribution.entries]
+    shapes[0] = (shapes[0][0], shapes[0][1], shapes[0][2][::-1])
+    wrong = Layout(tuple(shapes))
+    with pytest.raises(Denied, match="names, shapes or dtypes differ") as denied:
+        link.hand_in(machine.id, key, wrong, {name: torch.zeros(shape) for name, _, shape in shapes}, REPORT)
+    assert denied.value.name == "layout"
+    assert machine.hand_in(key, machine.delta())["verdict"] == "applied"
+
+
+def test_another_version_of_heloco_is_refused(served):
+    with served.raw() as client:
+        said = {"name": "m", "version": "99.0.0"}
+        answer = client.post("/v1/join", json=said)
+    assert (answer.status_code, answer.json()["denied"]) == (409, "version")
+
+
+def test_other_runs_other_machines_and_other_times_are_refused_by_name(served):
+    ours, theirs = Machine(served.link(), "a"), Machine(served.link(), "b")
+    key, other = ours.take(), theirs.take()
+    for asked, name in ((other, "not-held"), ((*key[:2], 7), "future"), ((key[0], 9, key[2]), "not-held")):
+        with pytest.raises(Denied) as denied:
+            ours.hand_in(asked, ours.delta())
+        assert denied.value.name == name
+        with pytest.raises(Denied) as denied:
+            ours.link.fetch(ours.id, asked, ours.layout)
+        assert denied.value.name == name
+    with pytest.raises(Denied, match="join again") as denied:
+        ours.link.beat("a#00000000", 0, None)
+    assert denied.value.name == "unknown-machine"
+    ours.link._run = "0123456789abcdef"
+    with pytest.raises(Denied, match="mend the address") as denied:
+        ours.hand_in(key, ours.delta())
+    assert denied.value.name == "other-run"
+    assert "receive" not in served.events()
+
+
+def test_nan_is_refused_and_the_data_goes_back(served):
+    machine, before = Machine(served.link()), served.digest()
+    key, delta = machine.take(), machine.delta()
+    delta["pseudo_gradient.1"].view(-1)[3] = float("nan")
+    with pytest.raises(Denied) as denied:
+        machine.hand_in(key, delta)
+    assert denied.value.name == "not-finite" and served.digest() == before
+    assert served.events()[-1] == "abandon"
+    assert machine.take()[1] == key[1] + 1
+
+
+def test_a_body_that_is_too_long_is_refused_before_a_byte_is_read(served):
+    machine = Machine(served.link())
+    key, size = machine.take(), machine.contribution.size
+    with served.raw() as client:
+        about = machine.about(key)
+        read = []
+
+        def endless() -> Iterator[bytes]:
+            while len(read) < 64:
+                read.append(1)
+                yield bytes(1 << 16)
+
+        too_long = {"content-length": str(64 << 16)}
+        with contextlib.suppress(httpx.TransportError):  # the connection may end while we still send
+            answer = client.put("/v1/contribution", params=about | {"offset": 0}, content=endless(), headers=too_long)
+            assert (answer.status_code, answer.json()["denied"]) == (413, "too-long")
+        answer = client.put("/v1/contribution", params=about | {"offset": size}, content=b"x")
+        assert (answer.status_code, answer.json()["denied"]) == (413, "too-long")
+        answer = client.put("/v1/contribution", params=about | {"offset": 0}, content=iter([b"chunked"]))
+        assert (answer.status_code, answer.json()["denied"]) == (411, "length")
+        answer = client.put("/v1/contribution", params=about | {"offset": 5}, content=b"x")
+        assert (answer.status_code, answer.json()) == (409, answer.json() | {"denied": "offset", "size": 0})
+        assert client.get("/v1/contribution", params=about).json() == {"size": 0}
+    assert machine.hand_in(key, machine.delta())["verdict"] == "applied"
+
+
+def test_what_was_changed_on_its_way_is_sent_again(served):
+    machine = Machine(served.link())
+    key, delta = machine.take(), machine.delta()
+    content = bytearray(b"".join(pieces(machine.contribution, delta)))
+    content[-1] ^= 1
+    with served.raw() as client:
+        about = machine.about(key)
+        assert client.put("/v1/contribution", params=about | {"offset": 0}, content=bytes(content)).json() == {
+            "size": len(content)
+        }
+        commit = about | REPORT | {"digest": digest_of(machine.contribution, delta)}
+        answer = client.post("/v1/contribution/commit", json=commit)
+        assert (answer.status_code, answer.json()["denied"]) == (422, "corrupted")
+        answer = client.post("/v1/contribution/commit", json=commit)
+        assert (answer.status_code, answer.json()["denied"]) == (409, "incomplete")
+    assert machine.hand_in(key, delta)["verdict"] == "applied"
+
+
+# ---- connections that are cut
+
+
+def test_an_upload_goes_on_where_it_was_cut_and_the_result_is_the_same(serve, proxied):
+    outcomes = []
+    for limits in ([], [40_000, 60_000]):
+        served = serve()
+        proxy = proxied(served.port, up=limits)
+        machine = Machine(served.link(proxy.port))
+        key = machine.take()
+        sizes = []
+        for _ in range(len(limits)):
+            with pytest.raises(LinkDown):
+                machine.hand_in(key, machine.delta())
+            sizes.append(machine.link._ask("GET", "contribution", params=machine.about(key))["size"])
+        ack = machine.hand_in(key, machine.delta())
+        assert proxy.struck == len(limits)
+        assert all(size < machine.contribution.size for size in sizes)
+        outcomes.append((ack, served.digest()))
+    assert outcomes[0] == outcomes[1]
+
+
+def _stored(machine: Machine, key: Key, at_least: int) -> int:
+    """How much of a contribution is there; the gateway may notice a cut a moment after we do."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        size = machine.link._ask("GET", "contribution", params=machine.about(key))["size"]
+        if size > at_least:
+            return size
+    raise AssertionError("nothing was kept of what came before the cut")
+
+
+def test_a_download_goes_on_where_it_was_cut_and_is_the_same(served, proxied):
+    whole = Machine(served.link(), "a")
+    key = whole.take()
+    expected = whole.link.fetch(whole.id, key, whole.layout)
+    proxy = proxied(served.port, down=[50_000, 50_000])
+    link = served.link(proxy.port)
+    link.describe()
+    found = link.fetch(whole.id, key, whole.layout)
+    assert proxy.struck == 2
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    found["parameter.0"].zero_()  # it is the machine's own
+    assert torch.equal(whole.link.fetch(whole.id, key, whole.layout)["parameter.0"], expected["parameter.0"])
+
+
+def test_a_download_goes_on_in_the_next_call_too(served, proxied):
+    machine = Machine(served.link(), "a")
+    key = machine.take()
+    proxy = proxied(served.port, down=[50_000, 4_000])  # the second cut comes before a byte of the body
+    link = served.link(proxy.port)
+    link.describe()
+    with pytest.raises(LinkDown):
+        link.fetch(machine.id, key, machine.layout)
+    assert link._begun is not None and 10_000 < link._begun[2] < machine.layout.size
+    found = link.fetch(machine.id, key, machine.layout)
+    expected = machine.link.fetch(machine.id, key, machine.layout)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert link._begun is None
+
+
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_half_open_connection_is_noticed_and_left(served, proxied, direction):
+    """Nobody says that it is broken: it just stays silent. The next connection takes over where it stopped."""
+    proxy = proxied(served.port, **{direction: [40_000]}, fault="freeze")
+    link = served.link(proxy.port, timeout_s=0.5)
+    machine = Machine(link)
+    key = machine.take()
+    if direction == "down":
+        start = link.fetch(machine.id, key, machine.layout)
+        assert proxy.struck == 1
+        expected = served.other_link().fetch(machine.id, key, machine.layout)
+        assert all(torch.equal(start[name], expected[name]) for name in expected)
+    else:
+        with pytest.raises(LinkDown):
+            machine.hand_in(key, machine.delta())
+        assert proxy.struck == 1
+        assert 10_000 < _stored(machine, key, at_least=10_000) < machine.contribution.size
+    assert machine.hand_in(key, machine.delta())["verdict"] == "applied"
+
+
+def test_a_member_gets_through_a_bad_line_by_itself(serve, tiny, proxied):
+    """Cut and frozen again and again; the parameters are those of an undisturbed run."""
+    smooth, rough = serve(arrivals=5), serve(arrivals=5)
+    _train(tiny, smooth.link(), "m")
+    proxy = proxied(rough.port, up=[60_000, 90_000, 150_000], down=[70_000, 50_000, 5_000])
+    _train(tiny, rough.link(proxy.port), "m")
+    assert proxy.struck == 6
+    assert [line["digest"] for line in tape(smooth.folder)] == [line["digest"] for line in tape(rough.folder)]
+
+
+def test_a_connection_that_says_nothing_is_closed(served, monkeypatch):
+    import ssl
+
+    monkeypatch.setattr("heloco.engine.cluster.gateway.connection.HEADERS_S", 0.2)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+    for answered, said in ((b"", b""), (b"", whole[:-2]), (whole, b"GET / HT"), (whole, b"")):
+        with context.wrap_socket(socket.create_connection(("127.0.0.1", served.port), timeout=10)) as quiet:
+            if answered:
+                quiet.sendall(answered)
+                assert quiet.recv(1000).startswith(b"HTTP/1.1 401")
+            quiet.sendall(said)
+            if said or not answered:
+                with contextlib.suppress(ConnectionResetError, ssl.SSLError):
+                    assert quiet.recv(1000) == b""
+
+
+def test_headers_without_end_are_refused(served):
+    import ssl
+
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(socket.create_connection(("127.0.0.1", served.port), timeout=10)) as talkative:
+        answer = b""
+        with contextlib.suppress(OSError):
+            talkative.sendall(b"GET / HTTP/1.1\r\n")
+            for _ in range(100):
+                talkative.sendall(b"x: " + b"y" * 2000 + b"\r\n")
+        with contextlib.suppress(OSError):
+            while piece := talkative.recv(1000):
+                answer += piece
+    assert answer == b"" or (answer.startswith(b"HTTP/1.1 400") and b'"denied": "http"' in answer)
+
+
+# ---- exactly once, and never behind a tensor
+
+
+def test_a_commit_that_is_sent_twice_gets_the_same_answer_and_counts_once(served):
+    machine = Machine(served.link())
+    key, delta = machine.take(), machine.delta()
+    layout = machine.contribution
+    with served.raw() as client, ThreadPoolExecutor(4) as threads:
+        client.put("/v1/contribution", params=machine.about(key) | {"offset": 0}, content=b"".join(pieces(layout, delta)))
+        commit = machine.about(key) | REPORT | {"digest": digest_of(layout, delta)}
+        answers = [
+            answer.json() for answer in threads.map(lambda _: client.post("/v1/contribution/commit", json=commit), range(4))
+        ]
+        later = client.post("/v1/contribution/commit", json=commit).json()
+    assert answers == [later] * 4
+    assert machine.hand_in(key, delta) == later["done"]
+    assert served.events().count("receive") == 1 and len(tape(served.folder)) == 1
+
+
+def test_beats_are_answered_while_the_synchronizer_is_busy(served, monkeypatch):
+    monkeypatch.setattr("heloco.engine.cluster.gateway.calls.ANSWER_S", 0.3)
+    machine = Machine(served.link())
+    key, delta = machine.take(), machine.delta()
+    machine.link._send("contribution", machine.about(key), 0, machine.contribution, delta)
+    commit = machine.about(key) | REPORT | {"digest": digest_of(machine.contribution, delta)}
+    with ThreadPoolExecutor(1) as threads:
+        with served.service.lock:
+            assert machine.link._post("contribution/commit", commit) == {"wait": "it is under way: ask again"}
+            committing = threads.submit(served.link()._post_long, "contribution/commit", commit)
+            with pytest.raises(Denied) as denied:
+                served.link().status()
+            assert denied.value.name == "busy"
+            assert served.other_link().next_round(machine.id, 0) == {"wait": "the synchronizer is busy"}
+            for steps in range(20):
+                assert machine.link.beat(machine.id, steps, 0.1)["round"] == list(key)
+            assert not committing.done()
+        assert committing.result()["verdict"] == "applied"
+    assert machine.hand_in(key, delta) == committing.result()
+    assert served.events().count("receive") == 1
+
+
+def test_an_error_of_our_own_ends_one_request_and_no_more(served, caplog):
+    class Unkind(dict[str, Any]):
+        def get(self, *_: Any) -> Any:
+            raise ZeroDivisionError("a secret detail")
+
+    kept = served.service.machines.present
+    served.service.machines.present = Unkind(kept)
+    link = served.link()
+    link.describe()
+    with served.raw() as client:
+        said = {"run": served.service.run_id, "machine": "m#1", "steps": 0}
+        answer = client.post("/v1/beat", json=said)
+    assert answer.status_code == 500 and answer.json()["denied"] == "internal" and "secret" not in answer.text
+    with pytest.raises(LinkDown):
+        link.beat("m#1", 0, None)
+    served.service.machines.present = kept
+    assert "ZeroDivisionError" in caplog.text
+    assert Machine(link).take() == (0, 0, 0)
+
+
+def test_a_machine_that_asks_far_too_often_is_told_so(served, monkeypatch):
+    machine = Machine(served.link())
+    gateway = served.server._gateway
+    monkeypatch.setattr(gateway, "_requests", Buckets(0.001, 3))
+    for _ in range(3):
+        machine.link.beat(machine.id, 0, None)
+    with pytest.raises(LinkDown, match="too often"):
+        machine.link.beat(machine.id, 0, None)
+
+
+# ---- a model from outside
+
+
+@pytest.fixture
+def external(tmp_path: Path) -> Iterator[Served]:
+    settings = {"task": "external", "paces": [1.0], "inner_steps": 2, "arrivals": 4, "method": "heloco", "device": "cpu"}
+    folder = tmp_path / "external"
+    served = Served(external_run(resolve(with_fields(RunConfig(), settings)), folder), folder)
+    yield served
+    served.close()
+
+
+def test_a_model_comes_in_through_the_gateway_and_goes_on_where_it_was_cut(external, proxied):
+    model = {"parameter.0": torch.randn(300, 100), "parameter.1": torch.randn(7), "buffer.0": torch.arange(3)}
+    layout = Layout.of(model)
+    proxy = proxied(external.port, up=[50_000])
+    member = Member(external.link(proxy.port), "m", layout=layout, tell=lambda _: None)
+    assert member.join()["needs_model"]
+    with pytest.raises(Denied, match="name of their own") as denied:
+        member.send_model(layout, model, ["a", "a", "c"])
+    assert denied.value.name == "model" and proxy.struck == 1
+    member.send_model(layout, model, ["a", "b", "c"])
+    member.send_model(layout, model, ["a", "b", "c"])  # it has one now, and that is no mistake
+    taken = member.take()
+    assert taken is not None
+    assert all(torch.equal(taken.start[name], model[name]) for name in model)
+    member.leave()
+
+
+def test_a_large_body_needs_little_memory_on_its_way_in_and_out(external):
+    """64 MB in and out: measured over the whole process, whose client makes and forgets one small piece after another."""
+    layout = Layout((("parameter.0", "F32", (1 << 24,)),))
+    link = external.link()
+    machine = link.join("m", returning=None, pace_s=None, layout=layout)["machine"]
+    about = link._said_by(machine)
+    zeros = memoryview(bytes(1 << 16))
+
+    def body() -> Iterator[Any]:
+        yield layout.header
+        yield from (zeros for _ in range(1 << 10))
+
+    def up() -> None:
+        assert link._post("model", about | {"layout": layout.as_json()}) == {"size": 0}
+        length = {"content-length": str(layout.size)}
+        assert link._ask("PUT", "model", params=about | {"offset": 0}, content=body(), headers=length) == {"size": layout.size}
+
+    def down() -> None:
+        key = link.next_round(machine, 5)
+        asked = link._about(machine, (key["worker"], key["round"], key["version"]))
+        with link._client("rounds").stream("GET", "start", params=asked) as response:
+            assert sum(map(len, response.iter_raw())) == layout.size
+
+    link.probe_up(1 << 22)
+    link.probe_down(1 << 22)
+    grown_up = _growth(up)
+    digest = digest_of(layout, {"parameter.0": torch.zeros(1 << 24)})
+    link._post_long("model/commit", about | {"names": ["w"], "digest": digest})
+    assert grown_up < 12e6
+    assert _growth(down) < 12e6
+
+
+def _growth(work: Callable[[], None]) -> float:
+    """By how many bytes the process's memory was larger at its peak than before; files that are cached do not count."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the peak of a process's memory cannot be reset here")
+
+    def value(name: str) -> int:
+        found = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+        return int(found[0].split()[1]) * resource.getpagesize() // 4
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = value("VmRSS:")
+    work()
+    return value("VmHWM:") - before
+
+
+# ---- what else it serves
+
+
+def test_the_page_is_for_who_has_the_view_key_and_the_key_lets_nobody_join(serve):
+    from starlette.applications import Starlette
+    from starlette.responses import PlainTextResponse
+    from starlette.routing import Route
+
+    began = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Any) -> Any:
+        began.set()
+        yield
+
+    async def show(request: Any) -> Any:
+        return PlainTextResponse(f"the page at {request.scope['root_path']}")
+
+    served = serve(page=Starlette(routes=[Route("/", show), Route("/events", show)], lifespan=lifespan))
+    assert began.is_set()
+    key = served.credentials.view_key
+    with served.raw() as client:
+        client.headers.pop("authorization")
+        for wrong in ("/page/", "/page", "/page/?key=", f"/page/?key={served.credentials.secret}", f"/page/?key={key}x"):
+            answer = client.get(wrong)
+            assert (answer.status_code, answer.content) == (401, b"")
+        moved = client.get(f"/page?key={key}")
+        assert (moved.status_code, moved.headers["location"]) == (307, f"/page/?key={key}")
+        answer = client.get(f"/page/?key={key}")
+        assert (answer.status_code, answer.text) == (200, "the page at /page")
+        cookie = answer.headers["set-cookie"]
+        assert all(word in cookie for word in ("HttpOnly", "Secure", "SameSite=Strict", "Path=/page"))
+        assert client.get("/page/events").text == "the page at /page"  # by the cookie
+        assert client.post("/page/").status_code == 405
+        client.headers["authorization"] = f"Bearer {key}"
+        assert client.get("/v1/describe").status_code == 401
+
+
+def test_status_stop_clock_and_bandwidth(served):
+    link = served.link()
+    assert link.status()["run"] == served.service.run_id
+    assert abs(link.clock() - time.time()) < 5
+    assert link.probe_down(3_000_000) > 0 and link.probe_up(3_000_000) > 0 and link.probe_down(0) > 0
+    with pytest.raises(Denied, match="whole number from 0 to"):
+        link.probe_down(1 << 27)
+    link.stop("enough for today")
+    assert served.service.ended == "enough for today"
+    with pytest.raises(Denied, match="enough for today") as denied:
+        link.join("m", returning=None, pace_s=None, layout=None)
+    assert denied.value.name == "ended"
+    link.stop("again")
