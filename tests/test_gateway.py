@@ -2,13 +2,14 @@
 
 import contextlib
 import os
-import resource
 import socket
+import ssl
 import stat
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,16 +22,10 @@ import torch
 from torch import Tensor
 
 from conftest import evals, on_threads, tape
-
-pytest.importorskip("starlette", reason="starlette is not installed")
-pytest.importorskip("uvicorn", reason="uvicorn is not installed")
-pytest.importorskip("cryptography", reason="cryptography is not installed")
-httpx = pytest.importorskip("httpx", reason="httpx is not installed")
-
 from heloco.engine.build import build_task
 from heloco.engine.cluster.gateway import check_parts
 from heloco.engine.cluster.gateway.client import HttpsLink
-from heloco.engine.cluster.gateway.credentials import Credentials, parse_token, self_signed, view_key
+from heloco.engine.cluster.gateway.credentials import Credentials, fingerprint_of, parse_token, self_signed, view_key
 from heloco.engine.cluster.gateway.guard import Buckets
 from heloco.engine.cluster.gateway.server import GatewayServer
 from heloco.engine.cluster.link import Denied, Key, LinkDown, LocalLink, digest_of
@@ -43,6 +38,11 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.journal import read_events
 from heloco.run.tensors import Layout, pieces
 from heloco.task import Task
+
+pytest.importorskip("starlette", reason="starlette is not installed")
+pytest.importorskip("uvicorn", reason="uvicorn is not installed")
+pytest.importorskip("cryptography", reason="cryptography is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
 
 SETTINGS: dict[str, Any] = {
     "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": 3, "arrivals": 30,
@@ -313,7 +313,6 @@ def test_a_certificate_that_changes_while_a_machine_is_joined_is_refused(served,
     link = served.link()
     link.describe()
     link.close()
-    link._clients.clear()
     link.address = serve().server.address
     with pytest.raises(UserError, match="is not the one in the token"):
         link.describe()
@@ -322,9 +321,6 @@ def test_a_certificate_that_changes_while_a_machine_is_joined_is_refused(served,
 
 
 def test_the_gateway_speaks_no_old_tls(served):
-    import ssl
-    import warnings
-
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with warnings.catch_warnings():
@@ -385,7 +381,7 @@ def test_an_expired_certificate_is_made_anew_and_the_token_changes(tmp_path):
     assert Credentials.found_or_made(tmp_path) == replace(after, news="")
 
 
-def test_a_certificate_of_ones_own(serve, tiny, tmp_path):
+def test_a_certificate_of_ones_own(tiny, tmp_path):
     own = _write_pair(tmp_path / "own", -10, 10)
     served = Served(new_run(*tiny, tmp_path / "run"), tmp_path / "run", **own)
     assert served.link().describe()["run"] == served.service.run_id
@@ -405,9 +401,7 @@ def test_a_certificate_outside_its_time_is_a_sentence_on_the_machine(tiny, tmp_p
     service = new_run(*tiny, folder)
     found = Credentials.found_or_made(folder / "credentials")
     _write_pair(folder / "credentials", *days)
-    from heloco.engine.cluster.gateway.credentials import _read, fingerprint_of
-
-    der = _read(found.certificate).public_bytes(__import__("cryptography").hazmat.primitives.serialization.Encoding.DER)
+    der = ssl.PEM_cert_to_DER_cert(found.certificate.read_text())
     shown = replace(found, fingerprint=fingerprint_of(der))
     server = GatewayServer(service, shown, "127.0.0.1", 0)
     server.start()
@@ -423,7 +417,8 @@ def test_missing_packages_are_named_with_the_remedy():
 
 
 def test_the_links_side_loads_no_server_and_the_package_neither():
-    code = "import heloco.engine.cluster.gateway.client, sys; print([m for m in ('uvicorn', 'starlette', 'httpx') if m in sys.modules])"
+    heavy = ("uvicorn", "starlette", "httpx", "cryptography")
+    code = f"import heloco.engine.cluster.gateway.client, sys; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -674,8 +669,6 @@ def test_a_member_gets_through_a_bad_line_by_itself(serve, tiny, proxied):
 
 
 def test_a_connection_that_says_nothing_is_closed(served, monkeypatch):
-    import ssl
-
     monkeypatch.setattr("heloco.engine.cluster.gateway.connection.HEADERS_S", 0.2)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -692,8 +685,6 @@ def test_a_connection_that_says_nothing_is_closed(served, monkeypatch):
 
 
 def test_headers_without_end_are_refused(served):
-    import ssl
-
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with context.wrap_socket(socket.create_connection(("127.0.0.1", served.port), timeout=10)) as talkative:
@@ -847,7 +838,7 @@ def _growth(work: Callable[[], None]) -> float:
 
     def value(name: str) -> int:
         found = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-        return int(found[0].split()[1]) * resource.getpagesize() // 4
+        return int(found[0].split()[1]) * 1024
 
     Path("/proc/self/clear_refs").write_text("5")
     before = value("VmRSS:")
@@ -893,10 +884,23 @@ def test_the_page_is_for_who_has_the_view_key_and_the_key_lets_nobody_join(serve
         assert client.get("/v1/describe").status_code == 401
 
 
+def test_the_runs_files_can_be_read_from_elsewhere_and_no_others(served):
+    link, config = served.link(), (served.folder / "config.toml").read_bytes()
+    assert link.read("config.toml", 0) == config and link.read("config.toml", 10) == config[10:]
+    assert link.read("config.toml", len(config)) == b"" == link.read("tape.jsonl", 1 << 40)
+    for name in ("credentials/secret", "../run-0/credentials/secret", "/etc/passwd"):
+        with pytest.raises(Denied) as denied:
+            link.read(name, 0)
+        assert denied.value.name == "path"
+
+
 def test_status_stop_clock_and_bandwidth(served):
     link = served.link()
     assert link.status()["run"] == served.service.run_id
     assert abs(link.clock() - time.time()) < 5
+    assert 360 < (link.certificate_ends() - time.time()) / 86400 < 370
+    with served.raw() as client:
+        assert client.head("/v1/describe").status_code == 405
     assert link.probe_down(3_000_000) > 0 and link.probe_up(3_000_000) > 0 and link.probe_down(0) > 0
     with pytest.raises(Denied, match="whole number from 0 to"):
         link.probe_down(1 << 27)

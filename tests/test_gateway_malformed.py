@@ -93,6 +93,7 @@ class Malformed:
             ("PUT", "/v1/contribution"): about | {"offset": 0},
             ("PUT", "/v1/model"): said | {"offset": 0},
             ("GET", "/v1/probe"): {"bytes": 1},
+            ("GET", "/v1/file"): {"name": "tape.jsonl", "offset": 0},
         }
         self.file = b"".join(pieces(machine.contribution, machine.delta()))
         self.header = len(machine.contribution.header)
@@ -116,7 +117,8 @@ class Malformed:
         """A value that no field takes."""
         big = self.random.choice([10**400, -(10**400), 2**64, -1, 1e308, -1e308])
         return self.random.choice([
-            big, [], {}, [[]], {"a": 1}, True, False, "", "\x00", "a\nb", "\ud800", "x" * 5000, [None], [1, "a"], [["parameter.0"]],
+            big, [], {}, [[]], {"a": 1}, True, False, "", "\x00", "a\nb", "\ud800", "x" * 5000, [None], [1, "a"],
+            [["parameter.0"]],
             [["parameter.0", "F32", [-1]]], [["parameter.0", "F33", [1]]], [["parameter.1", "F32", [1]]],
             [["../x", "F32", [1]]], [["parameter.0", "F32", [2**39, 2**39]]], [["parameter.0", "F32", [1]]] * 2,
         ])  # fmt: skip
@@ -275,11 +277,11 @@ def _refused(status: int, content: bytes) -> str:
 def raw_noise(seed: int) -> Iterator[bytes]:
     """What is no HTTP, or HTTP that is broken before it says who it is."""
     generator = random.Random(seed)
+    length = b"GET / HTTP/1.1\r\nContent-Length: "
     starts = [
-        b"\0", b"GET", b"GET / HTTP/9.9\r\n", b"GET / HTTP/1.1\r\nContent-Length: x\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n",
-        b"GET / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n", b"GET \xff HTTP/1.1\r\n", b"\x16\x03\x01", b"PRI * HTTP/2.0",
-        b"CONNECT x:1 HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n: empty\r\n", b"GET / HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n",
-        b"GET http:///// HTTP/1.1\r\n",
+        b"\0", b"GET", b"GET / HTTP/9.9\r\n", b"\x16\x03\x01", b"PRI * HTTP/2.0", b"CONNECT x:1 HTTP/1.1\r\n",
+        b"GET http:///// HTTP/1.1\r\n", b"GET \xff HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n: empty\r\n", length + b"x\r\n",
+        length + b"-1\r\n", length + b"1\r\nTransfer-Encoding: chunked\r\n", length + b"1\r\nContent-Length: 2\r\n",
     ]  # fmt: skip
     while True:
         yield generator.choice(starts) + generator.randbytes(generator.randint(0, 60)) + b"\r\n\r\n\r\n\r\n"

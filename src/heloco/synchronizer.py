@@ -347,9 +347,15 @@ class Synchronizer:
         self.ledger.load_state_dict(books["ledger"])
         self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
 
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        of_block: dict[int, list[str]] = {}
+        for name in tensors:
+            if name.startswith("outer."):
+                of_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
+
         def numbered(kind: str) -> list[Tensor]:
             count = sum(1 for name in tensors if name.startswith(f"{kind}."))
-            return [tensors[f"{kind}.{i}"].clone() for i in range(count)]
+            return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
 
         self.buffers, self._gathered = numbered("buffer"), numbered("gathered")
         self._gathered_buffers = numbered("gathered_buffer")
@@ -358,7 +364,7 @@ class Synchronizer:
             for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
                 p.copy_(tensors[f"parameter.{i}"])
                 assert self.outer is not None
-                kept = {n.split(".", 2)[2]: t.to(p.device).clone() for n, t in tensors.items() if n.startswith(f"outer.{i}.")}
+                kept = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in of_block.get(i, ())}
                 self.outer.state[p] = {**kept, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:

@@ -1,6 +1,7 @@
 """`heloco watch`: runs that are still going, in a browser or in the terminal."""
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,19 +14,35 @@ if TYPE_CHECKING:
 
 
 def add_watch_flags(made: Parser) -> None:
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served")
+    made.add_argument("--token", metavar="TEXT", help="of a run that is served [HELOCO_TOKEN]")
     made.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
     made.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
     made.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
 
 
 def watch(parsed: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        return show(parsed, [here(run, parsed.token, stack) for run in parsed.runs])
+
+
+def here(run: str, token: str | None, stack: contextlib.ExitStack) -> Path:
+    """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
+    if not run.startswith(("https:", "ray:", "http:")):
+        return Path(run)
+    from heloco.cli.mirror import Mirror
+    from heloco.engine.cluster.connect import connect
+
+    mirror = Mirror(connect(run.rstrip("/"), token))
+    stack.callback(mirror.close)
+    mirror.start()
+    return mirror.folder
+
+
+def show(parsed: argparse.Namespace, folders: Sequence[Path]) -> int:
     from heloco.report.reading import read_runs
 
-    for folder in parsed.folders:
-        if ":/" in str(folder):  # a path has one slash where an address had two
-            raise UserError(f"{folder} is an address, and `heloco watch` looks at folders: give the run's folder.")
-    runs = read_runs(parsed.folders)
+    runs = read_runs(folders)
     if parsed.text:
         return in_the_terminal(runs)
     from heloco.report import html, live

@@ -1,6 +1,6 @@
 """From a config to the objects of a run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +114,7 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
 
 
 @torch.no_grad()
-def load_model(task: Task, tensors: dict[str, Tensor], device: torch.device) -> nn.Module:
+def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """The task's model with a checkpoint's outer parameters and buffers."""
     model = task.build_model().to(device)
     for kind, ours in (("parameter", model.parameters()), ("buffer", model.buffers())):

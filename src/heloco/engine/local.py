@@ -1,6 +1,7 @@
 """A run on this machine: the virtual clock drives the synchronizer, and each round is computed when its arrival is due."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -194,7 +195,7 @@ class LocalRun:
         self.folder.save_checkpoint(self.synchronizer.arrivals, state, synchronizer["tensors"] | simulation["tensors"])
         self._saved_at = self.synchronizer.arrivals
 
-    def load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Takes up a checkpoint; refuses one of another config or other data."""
         if state["config_digest"] != self.config.digest():
             raise UserError(

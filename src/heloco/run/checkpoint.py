@@ -4,15 +4,15 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from heloco.errors import UserError
 from heloco.run.disk import sha256, sync_folder
-from heloco.run.tensors import Layout, write
+from heloco.run.tensors import Layout, Stored, write
 
 KEEP = 2
 FORMAT = 1
@@ -72,8 +72,8 @@ def state_of(path: Path) -> dict[str, Any]:
     return state
 
 
-def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(state, tensors) of one checkpoint, every byte checked."""
+def load(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """(state, tensors) of one checkpoint, every byte checked; a tensor is read when it is asked for."""
     others = [other.name for other in found(path.parent) if other != path]
     remedy = f"delete the folder {path.name} to go on from {others[-1]}." if others else "there is no other: start the run anew."
     try:
@@ -85,7 +85,7 @@ def load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise UserError(f"The checkpoint {path} has format {state['format']}, this version reads {FORMAT}: use that version.")
         if sha256(path / "tensors.safetensors") != state["tensors_sha256"]:
             raise UserError(f"The checkpoint {path} is damaged: its tensors are cut short or edited. Restore them, or {remedy}")
-        return state, load_file(path / "tensors.safetensors")
+        return state, Stored(path / "tensors.safetensors")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):
             raise

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def export_model(folder: RunFolder, out: Path) -> int:
     return count
 
 
-def _named(meta: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _named(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A checkpoint's outer parameters and buffers by the model's names for them, and the number of parameters."""
     named = {block["name"]: tensors[f"parameter.{i}"] for i, block in enumerate(meta["blocks"])}
     count = sum(t.numel() for t in named.values())

@@ -10,7 +10,7 @@ checkpoints/          the newest two, each whole
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,12 @@ class RunFolder:
         checkpoints = checkpoint.found(self.path / CHECKPOINTS)
         return checkpoints[-1] if checkpoints else None
 
-    def load_latest(self) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def load_latest(self) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
         """The newest checkpoint, or None where the run was killed before its first."""
         latest = self.latest()
         return None if latest is None else checkpoint.load(latest)
 
-    def load_model(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def load_model(self) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
         """The newest checkpoint of a run that must have one."""
         loaded = self.load_latest()
         if loaded is None:

@@ -4,9 +4,11 @@ A layout knows its file's header to the byte. So a file that was sent is believe
 has exactly that size; nothing of it is parsed before. It is then read as views of the file, without a copy in memory.
 """
 
+import contextlib
 import hashlib
 import json
 import mmap
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -143,6 +145,41 @@ def view(layout: Layout, content: Any) -> dict[str, Tensor]:
         ).view(shape)
         for (name, dtype, shape), (at, size) in zip(layout.entries, layout.spans, strict=True)
     }
+
+
+class Stored(Mapping[str, Tensor]):
+    """The tensors of a file of ours, each read when it is asked for: a model is never in memory twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.layout = Layout.in_file(path)
+        whole = zip(self.layout.names, self.layout.entries, self.layout.spans, strict=True)
+        self._at = {name: (entry, span) for name, entry, span in whole}
+        with path.open("rb") as file:
+            self._begin = 8 + int.from_bytes(file.read(8), "little")
+            self._file = os.dup(file.fileno())
+
+    def __getitem__(self, name: str) -> Tensor:
+        (_, dtype, shape), (at, size) = self._at[name]
+        if not size:
+            return torch.empty(shape, dtype=_BY_NAME[dtype])
+        made = torch.empty(shape, dtype=_BY_NAME[dtype])
+        room: memoryview = made.reshape(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < size:
+            if not (more := os.preadv(self._file, [room[done:]], self._begin + at + done)):
+                raise OSError(f"{name} is cut short")
+            done += more
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
 
 
 def mapped(path: Path, layout: Layout) -> dict[str, Tensor]:

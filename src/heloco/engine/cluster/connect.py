@@ -20,5 +20,5 @@ def connect(address: str, token: str | None = None) -> Link:
     if address.startswith("ray:"):
         from heloco.engine.cluster.on_ray import RayLink
 
-        return RayLink(address)
+        return RayLink(address, token=token or "")
     raise UserError(f"{address!r} is no address of a run: it begins with https:// (the gateway) or ray: (a Ray cluster).")

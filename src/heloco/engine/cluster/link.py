@@ -43,6 +43,9 @@ class Link(Protocol):
     def abandon(self, machine: str, reason: str) -> None: ...
     def leave(self, machine: str, reason: str) -> None: ...
     def status(self) -> Answer: ...
+    def read(self, name: str, offset: int) -> bytes:
+        """More of the run's config, tape or evaluations."""
+
     def stop(self, reason: str) -> None: ...
     def close(self) -> None: ...
 
@@ -104,6 +107,9 @@ class LocalLink:
 
     def status(self) -> Answer:
         return self.service.status()
+
+    def read(self, name: str, offset: int) -> bytes:
+        return self.service.read(name, offset)
 
     def stop(self, reason: str) -> None:
         self.service.stop(reason)

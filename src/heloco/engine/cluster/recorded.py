@@ -6,7 +6,7 @@ same parameters to the bit. No network and no clock here: times are handed in, a
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -129,14 +129,11 @@ class RecordedRun:
             self._evaluate_if(True)
             self.save()
 
-    def load(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
         if state["config_digest"] != self.config.digest():
             raise UserError("The run's config is not the one its checkpoint was made with: restore config.toml.")
         if state["task_digest"] != self.task_digest:
             raise UserError("The data or the tokenizer is not the one this run was started with: give the same text.")
-        parameters = self.synchronizer.parameters
-        if parameters:
-            tensors = {name: t.to(parameters[0].device) for name, t in tensors.items()}
         self.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
         self.time_s, self.units = state["time_s"], state["units"]
         self._evaluated_at, self._saved_at = state["evaluated_at"], self.synchronizer.arrivals

@@ -30,6 +30,8 @@ from heloco.run.tensors import Layout, mapped
 from heloco.synchronizer import NOT_FINITE
 
 AWAY_S = 2.0
+READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl")
+READ_AT_ONCE = 1 << 20
 
 
 class Service:
@@ -523,6 +525,17 @@ class Service:
             self._incoming.clear()
             if self.recorded is not None:
                 self.recorded.close()
+
+    def read(self, name: str, offset: int) -> bytes:
+        """More of one of the run's files that anybody who takes part may see, from a byte on."""
+        if name not in READABLE:
+            raise Denied("path", f"{name!r} is none of {', '.join(READABLE)}.")
+        path = self.folder / name
+        if not path.exists():
+            return b""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(READ_AT_ONCE)
 
     def status(self) -> dict[str, Any]:
         with self.lock:

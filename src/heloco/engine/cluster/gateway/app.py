@@ -73,6 +73,14 @@ def guarded(handler: Handler) -> Handler:
     return endpoint
 
 
+class OnePath(Route):
+    """Only what it says: Starlette adds HEAD to GET, which would read files for nothing."""
+
+    def __init__(self, path: str, endpoint: Handler, methods: list[str]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.methods = set(methods)
+
+
 class Gateway:
     """The paths over a service."""
 
@@ -99,12 +107,13 @@ class Gateway:
             "/abandon": {"POST": self.abandon},
             "/leave": {"POST": self.leave},
             "/status": {"GET": self.status},
+            "/file": {"GET": self.file},
             "/stop": {"POST": self.stop},
             "/clock": {"GET": self.clock},
             "/probe": {"GET": self.probe_down, "POST": self.probe_up},
         }
         return [
-            Route(f"/v1{path}", guarded(handler), methods=[method])
+            OnePath(f"/v1{path}", guarded(handler), methods=[method])
             for path, handlers in paths.items()
             for method, handler in handlers.items()
         ]
@@ -181,6 +190,14 @@ class Gateway:
 
     async def status(self, _: Request) -> Response:
         return reply(await self.calls.locked(self.service.status))
+
+    async def file(self, request: Request) -> Response:
+        """More of the run's config, tape or evaluations, for who looks at it from elsewhere."""
+        asked = Fields.of_query(request.scope["query_string"])
+        name, offset = asked.text("name"), asked.whole("offset", most=1 << 43)  # more cannot be sought
+        asked.end()
+        found = await self.calls.on_file(self.service.read, name, offset)
+        return Response(found, headers={"cache-control": "no-store"}, media_type="application/octet-stream")
 
     async def stop(self, request: Request) -> Response:
         said = await self._said(request)

@@ -85,7 +85,7 @@ async def take_in(request: Request, calls: Calls, incoming: Incoming, offset: in
     def written(pieces: list[bytes]) -> None:
         for piece in pieces:
             incoming.write(turn, piece)
-        moved()
+            moved()
 
     async def write_held() -> None:
         nonlocal held, size, writing

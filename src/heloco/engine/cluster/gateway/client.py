@@ -78,13 +78,8 @@ class HttpsLink:
     def _answer(self, response: "httpx.Response") -> Answer:
         """What the gateway said; a refusal is raised."""
         self._check_entry(response)
-        text = b""
-        for piece in response.iter_raw():
-            text += piece
-            if len(text) > LONGEST_ANSWER:
-                raise LinkDown(f"{self.address} gave an answer that has no end.")
         try:
-            found = json.loads(text)
+            found = json.loads(self._content(response))
         except ValueError:
             found = None
         if not isinstance(found, dict) or found.get("denied") in NO_ANSWER:
@@ -95,6 +90,14 @@ class HttpsLink:
         if not response.is_success:
             raise LinkDown(f"{self.address} refused with {response.status_code}.")
         return found
+
+    def _content(self, response: "httpx.Response") -> bytes:
+        content = bytearray()
+        for piece in response.iter_raw():
+            content += piece
+            if len(content) > LONGEST_ANSWER:
+                raise LinkDown(f"{self.address} gave an answer that has no end.")
+        return bytes(content)
 
     def _check_entry(self, response: "httpx.Response") -> None:
         if response.status_code == 401:
@@ -141,12 +144,26 @@ class HttpsLink:
     def status(self) -> Answer:
         return self._ask("GET", "status")
 
+    def read(self, name: str, offset: int) -> bytes:
+        import httpx
+
+        try:
+            with self._client("rounds").stream("GET", "file", params={"name": name, "offset": offset}) as response:
+                if not response.is_success:
+                    self._answer(response)
+                return self._content(response)
+        except httpx.TransportError as error:
+            raise down(self.address, error) from error
+
     def stop(self, reason: str) -> None:
         self._post_long("stop", {"reason": _printable(reason, 500)})
 
     def close(self) -> None:
-        for open_client in self._clients.values():
-            open_client.close()
+        """Ends the connections; the next request would make new ones."""
+        with self._opening:
+            for open_client in self._clients.values():
+                open_client.close()
+            self._clients.clear()
 
     # ---- tensors, down
 
@@ -229,6 +246,19 @@ class HttpsLink:
     def clock(self) -> float:
         """The synchronizer's time, in seconds since 1970."""
         return float(self._ask("GET", "clock")["time_s"])
+
+    def certificate_ends(self) -> float:
+        """When the synchronizer's certificate ends, in seconds since 1970."""
+        import httpx
+
+        try:
+            with self._client("rounds").stream("GET", "clock") as response:
+                self._check_entry(response)
+                stream: Any = response.extensions["network_stream"]
+                shown: dict[str, Any] = stream.get_extra_info("ssl_object").getpeercert()
+        except httpx.TransportError as error:
+            raise down(self.address, error) from error
+        return float(ssl.cert_time_to_seconds(shown["notAfter"]))
 
     def probe_down(self, size: int) -> float:
         """Seconds to get so many bytes."""

@@ -134,15 +134,15 @@ def start_ray(
     """Starts Ray on this machine, or joins the one at `address` (HOST:PORT of a cluster this machine is a node of, or
     ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself."""
     ray = require_ray()
-    if ray.is_initialized():
-        raise UserError("This process is connected to a Ray cluster already: it can be in one at a time.")
-    if address:
-        return _join(ray, address.removeprefix("ray:").removeprefix("//"), "//" in address, token, token_file, tls)
-    if host not in LOOPBACK and tls is None and not trusted:
+    if not address and host not in LOOPBACK and tls is None and not trusted:
         raise UserError(
             f"Ray would listen at {host} unencrypted: give certificate, key and authority (PEM), or say that the network is "
             "trusted, as a WireGuard one is."
         )
+    if ray.is_initialized():
+        raise UserError("This process is connected to a Ray cluster already: it can be in one at a time.")
+    if address:
+        return _join(ray, address.removeprefix("ray:").removeprefix("//"), "//" in address, token, token_file, tls)
     cluster = Cluster("")
     try:
         _start(ray, cluster, host, port, client_port, token, token_file, tls, store_bytes)

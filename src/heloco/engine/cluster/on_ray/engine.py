@@ -44,6 +44,7 @@ class RayEngine:
         *,
         workers: int = 0,
         address: str | None = None,
+        cluster: Cluster | None = None,
         keep: bool = True,
         spread: bool = False,
         threads: int = 0,
@@ -51,7 +52,8 @@ class RayEngine:
         tell: Callable[[str], Any] = print,
         **ray: Any,
     ) -> None:
-        """`address`: of a Ray cluster to join. `threads`: of the synchronizer. `ray`: what `start_ray` takes besides."""
+        """`address`: of a Ray cluster to join. `cluster`: one that is connected already, and stays. `threads`: of the synchronizer.
+        `ray`: what `start_ray` takes besides."""
         self.recipe, self.keep, self.tell, self.name = recipe, keep, tell, name
         self.address = self.token = ""
         """Of the gateway, where the recipe has one."""
@@ -62,8 +64,10 @@ class RayEngine:
         self._actor: Any = None
         self._link: RayLink | None = None
         self._workers: list[Started] = []
+        self._done: list[dict[str, Any]] = []
+        """What became of the workers that ended by themselves."""
         self._gone: set[str] = set()
-        """Names of workers that died and whose machines have not been told off yet."""
+        """Names of workers that died and whose machines have not left the run yet."""
         self._last: dict[str, Any] = {}
         self._ended, self._failed, self._trouble = "", False, ""
         self._over = threading.Event()
@@ -73,7 +77,8 @@ class RayEngine:
         self._fruitless, self._arrivals = 0, 0
         self._options = {"store_bytes": store_bytes(recipe), **ray}
         self._ray = require_ray()
-        self.cluster: Cluster = start_ray(address, **({**ray} if address else self._options))
+        self._own_cluster = cluster is None
+        self.cluster: Cluster = cluster or start_ray(address, **(ray if address else self._options))
         try:
             self._check_free()
             self._begin()
@@ -98,12 +103,15 @@ class RayEngine:
     # ---- the synchronizer
 
     def _check_free(self) -> None:
+        until = time.monotonic() + NAME_FREE_S / 10  # one that just ended is there a little longer
         with contextlib.suppress(ValueError):
-            self._ray.get_actor(self.name, namespace=NAMESPACE)
+            while time.monotonic() < until:
+                self._ray.get_actor(self.name, namespace=NAMESPACE)
+                time.sleep(0.05)
             raise UserError(
                 f"The Ray cluster at {self.cluster.address} serves a run already: stop that one (`heloco stop ray:…`), or start "
                 "another Ray."
-            )
+            ) from None
 
     def _begin(self) -> None:
         """The synchronizer from the recipe; what is wrong with that is a UserError."""
@@ -156,8 +164,8 @@ class RayEngine:
         self._workers.append(start_worker(name, self.name, among=max(1, self._wanted), data=data, spread=self._spread))
 
     def workers(self) -> list[dict[str, Any]]:
-        """How each local worker is doing; those that cannot be asked are left out."""
-        found = []
+        """How each local worker is doing, or did ("ended"); those that cannot be asked are left out."""
+        found = list(self._done)
         for worker in list(self._workers):
             with contextlib.suppress(self._ray.exceptions.RayError):
                 found.append(self._ray.get(worker.handle.status.remote(), timeout=10))
@@ -210,9 +218,9 @@ class RayEngine:
         arrivals = int(self._last.get("arrivals", 0))
         self._fruitless = 0 if arrivals > self._arrivals else self._fruitless + 1
         self._arrivals = arrivals
-        if self._ended or self._fruitless > MOST_RESTARTS:
+        if self._fruitless > MOST_RESTARTS or (anew and not self._own_cluster):
             goes_on = f"What was done is kept: `heloco serve {self.recipe.folder}` goes on."
-            self._finish(f"{why}, {self._fruitless} times without an arrival in between. {goes_on}", failed=True)
+            self._finish(f"{why}, {self._fruitless + 1} times without an arrival in between. {goes_on}", failed=True)
             self._workers.clear()
             return
         self.restarts += 1
@@ -241,10 +249,11 @@ class RayEngine:
         with self._lock:
             self._workers.remove(worker)
         try:
-            well, words = self._ray.get(worker.ended, timeout=LOOK_S)
-            if not well and not self._ended:
-                self._trouble = words
-                self.tell(f"{worker.name}: {words}")
+            found = self._ray.get(worker.ended, timeout=LOOK_S)
+            self._done.append(found)
+            if not found["well"] and not self._ended:
+                self._trouble = found["ended"]
+                self.tell(f"{worker.name}: {found['ended']}")
         except self._ray.exceptions.RayError as error:
             why = str(error).strip().splitlines()[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else ""
             self._kill(worker.handle)  # after an error of its own the process is still there
@@ -308,9 +317,18 @@ class RayEngine:
 
     def stop(self, reason: str = "stopped") -> None:
         """What is there is saved, and the machines are told."""
-        with contextlib.suppress(Denied):
-            self.link.stop(reason)
-        self._over.wait(CLOSE_S)
+        until = time.monotonic() + CLOSE_S
+        while not self._over.is_set():
+            try:
+                self.link.stop(reason)
+                break
+            except Denied:  # it has ended already
+                break
+            except LinkDown:
+                if time.monotonic() > until:
+                    raise
+                self._over.wait(LOOK_S)
+        self._over.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
         """Ends all that was started here."""
@@ -322,7 +340,8 @@ class RayEngine:
         try:
             self._end_processes()
         finally:
-            self.cluster.stop()
+            if self._own_cluster:
+                self.cluster.stop()
 
     def _end_processes(self) -> None:
         errors = (self._ray.exceptions.RayError, LinkDown, Denied, RunStopped)

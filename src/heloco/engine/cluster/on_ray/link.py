@@ -25,6 +25,7 @@ BEAT_S = 10.0
 ANSWER_S = 60.0
 """For requests without tensors: an evaluation or a checkpoint may be under way."""
 PING_EVERY_S = 3.0
+READY_S = 3.0
 
 
 class RayLink:
@@ -32,6 +33,7 @@ class RayLink:
         """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, empty inside Ray's own processes."""
         self.address = address or "this Ray cluster"
         self._where, self._token, self._tls, self._name = address, token, tls, name
+        self._is_client = address.startswith("ray://")
         self._cluster: Cluster | None = None
         self._handle: Any = None
         self._lock = threading.Lock()  # signs of life come from a thread of their own
@@ -105,7 +107,8 @@ class RayLink:
             if time.monotonic() > until:
                 raise LinkDown(f"The synchronizer has not answered within {within_s:.0f} s.")
             self._ray.get(actor.ping.remote(machine), timeout=BEAT_S)
-        return self._ray.get(reference, timeout=BEAT_S)
+        # On a node of the cluster it is here now; to a client it comes only with this.
+        return self._ray.get(reference, timeout=max(READY_S, until - time.monotonic()) if self._is_client else READY_S)
 
     # ---- requests
 
@@ -137,6 +140,10 @@ class RayLink:
         answer: Answer = self._ask("status")
         return answer
 
+    def read(self, name: str, offset: int) -> bytes:
+        answer: bytes = self._ask("ask", "read", name, offset)
+        return answer
+
     def stop(self, reason: str) -> None:
         self._ask("ask", "stop", reason)
 
@@ -152,7 +159,10 @@ class RayLink:
             shared = self._awaited(self._actor(), boxed[0], within_s, machine)
         if len(shared) != layout.size or bytes(shared[: len(layout.header)]) != layout.header:
             raise LinkDown("What arrived is not the round's start: the synchronizer has changed its run.")
-        return view(layout, shared.copy())  # what Ray shares with others is not ours to write to
+        own = shared.copy()  # what Ray shares with others is not ours to write to
+        with contextlib.suppress(LinkDown), self._reaching():
+            self._actor().got.remote(machine)
+        return view(layout, own)
 
     def hand_in(self, machine: str, key: Key, layout: Layout, tensors: Mapping[str, Tensor], report: Answer) -> Answer:
         boxed, digest = self._put(layout, tensors)

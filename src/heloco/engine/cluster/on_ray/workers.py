@@ -27,8 +27,8 @@ class WorkerActor:
         self._stop = ""
         self._said: deque[str] = deque(maxlen=WORDS)
 
-    def run(self) -> tuple[bool, str]:
-        """Until the run ends or it is asked to stop: (whether it went well, how it ended)."""
+    def run(self) -> dict[str, Any]:
+        """Until the run ends or it is asked to stop: how that was."""
         torch.set_num_threads(self._threads)
         try:
             link = RayLink(name=self._synchronizer)
@@ -36,9 +36,10 @@ class WorkerActor:
             task, config = task_of(described, data=self._data)
             self._worker = Worker(task, config, tell=self._said.append)
             self._worker.stop_requested = self._stop
-            return True, self._worker.run(link, self._name, described["run"])
+            words, well = self._worker.run(link, self._name, described["run"]), True
         except (UserError, RunStopped) as error:
-            return False, str(error)
+            words, well = str(error), False
+        return {**self.status(), "ended": words, "well": well}
 
     def _described(self, link: RayLink) -> dict[str, Any]:
         began, pause_s = time.monotonic(), FIRST_PAUSE_S
