@@ -142,7 +142,8 @@ class FaultRun:
 
         values = {
             "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": 4,
-            "batch_size": 2, "lr": 0.003, "paces": [1.0] * self.workers, "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
+            "batch_size": 2, "lr": 0.003,
+            "paces": [1.0] * self.workers, "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
             "checkpoint_every": 25, "eval_every": 0, "beat_s": 0.2, "journal_gb": 0.004, "max_refusals": 1000,
         }  # fmt: skip
         return to_toml(resolve(with_fields(RunConfig(), values)))

@@ -22,7 +22,8 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
         ("trian", "There is no command 'trian'; did you mean 'train'?"),
         (
             "qqq",
-            "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, study, report, compare, watch.",
+            "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, serve, join, "
+            "status, stop, doctor, replay, study, report, compare, watch.",
         ),
         ("", "The following arguments are required: COMMAND. See `heloco --help`."),
         ("train --metod mla", "There is no option --metod for `heloco train`; did you mean '--method'?"),

@@ -245,6 +245,10 @@ def test_the_python_runs(readme):
         "dataset_a": data[:32],
         "dataset_b": data[32:],
         "dataset_val": data[::4],
+        "heloco": package,
+        "address": None,
+        "loader": [(torch.randn(4, 3), torch.randn(4, 1))],
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
     for block in python_blocks(readme):
         exec(block, names)

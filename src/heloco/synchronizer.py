@@ -8,7 +8,7 @@ outer rule), the buffers, who holds which round, and the ledger of the data. Its
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Literal
@@ -161,11 +161,15 @@ class Synchronizer:
             self._start = self.outer.lookahead()
         return replace(held, parameters=self._start, buffers=list(self.buffers))
 
-    def start(self) -> Iterator[tuple[str, Tensor]]:
-        """What a worker starts from now, named, a tensor at a time: no second model in memory."""
-        if self.outer is not None:
-            yield from ((f"parameter.{i}", t) for i, t in enumerate(self.outer.lookahead_one_by_one()))
-        yield from ((f"buffer.{i}", t) for i, t in enumerate(self.buffers))
+    def start(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """What a worker starts from now, in the order of these names (parameter.0, …, buffer.0, …), large parameters in flat
+        slices: no second model in memory."""
+        for name in names:
+            kind, _, number = name.partition(".")
+            if kind == "buffer":
+                yield self.buffers[int(number)]
+            elif self.outer is not None:
+                yield from self.outer.lookahead_of(int(number))
 
     def abandon(self, worker: int) -> None:
         """A worker is gone or gave up: its data goes back to the ledger, its round counts for nothing."""

@@ -99,6 +99,8 @@ class Engine(Protocol):
 
     address: str
     token: str
+    news: str
+    """What there is to tell about the token."""
 
     def status(self) -> dict[str, Any]: ...
     def stop(self, reason: str) -> None: ...
@@ -117,7 +119,7 @@ class HereEngine:
 
         with preparing() as progress:
             self.host = Host(recipe, progress)
-        self.address, self.token = self.host.address, self.host.token
+        self.address, self.token, self.news = self.host.address, self.host.token, self.host.news
         reached = self.address.replace("0.0.0.0", "127.0.0.1")
         self.workers = LocalWorkers(local, reached, self.token, Path(recipe.folder)) if local else None
 
@@ -186,6 +188,8 @@ def let_all_hear_of_it(engine: Engine) -> None:
 def announce(engine: Engine, recipe: "Recipe") -> None:
     if not engine.address:
         return
+    if engine.news:
+        print(engine.news)
     shown = reachable(engine.address, recipe)
     print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
     if recipe.door and recipe.door.page:

@@ -16,6 +16,8 @@ from . import kernels
 from .correction import Correction, Outcome, combine_all, law
 from .kernels import Numbers
 
+SLICE = 1 << 22
+
 
 class NotFinite(ValueError):
     """A pseudo-gradient holds NaN or Inf (or numbers too large to square). Nothing was changed."""
@@ -153,13 +155,19 @@ class OuterOptimizer(Optimizer):
         return starts
 
     @torch.no_grad()
-    def lookahead_one_by_one(self) -> Iterator[Tensor]:
-        """The same, each made when it is asked for. Without look-ahead they are the parameters themselves: look only."""
-        for group in self.param_groups:
-            ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
-            for p in group["params"]:
-                momentum = self.state[p].get("momentum_buffer") if ahead else None
-                yield p.detach() if momentum is None else _ahead([p], [momentum], ahead)[0]
+    def lookahead_of(self, number: int) -> Iterator[Tensor]:
+        """The same for one parameter, counted over all groups, a large one in flat slices: no second model in memory. Without
+        look-ahead it is the parameter itself: look only."""
+        group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
+        ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
+        momentum = self.state[p].get("momentum_buffer") if ahead else None
+        if momentum is None:
+            yield p.detach()
+        elif not p.is_contiguous() or p.numel() <= SLICE:
+            yield _ahead([p], [momentum], ahead)[0]
+        else:
+            slices = zip(p.detach().view(-1).split(SLICE), momentum.view(-1).split(SLICE), strict=True)
+            yield from (_ahead([part], [m], ahead)[0] for part, m in slices)
 
     def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law:
         """How the blocks of a group move, in numbers alone."""

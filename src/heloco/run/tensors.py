@@ -113,12 +113,18 @@ class Layout:
 
 
 def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Iterator[memoryview]:
-    """The file of these tensors, piece by piece; given without names they must come in the layout's order."""
+    """The file of these tensors, piece by piece; given without names they must come in the layout's order, each whole or in
+    several flat parts."""
     yield memoryview(layout.header)
     ordered = (tensors[name] for name in layout.names) if isinstance(tensors, Mapping) else iter(tensors)
-    for (name, dtype, shape), tensor in zip(layout.entries, ordered, strict=True):
-        assert (DTYPES[tensor.dtype], tuple(tensor.shape)) == (dtype, shape), f"{name} is not as the layout has it"
-        if tensor.numel():
+    for (name, dtype, _), (_, size) in zip(layout.entries, layout.spans, strict=True):
+        left = size
+        while left or size == 0:
+            tensor = next(ordered)
+            left -= tensor.numel() * tensor.element_size()
+            assert DTYPES[tensor.dtype] == dtype and left >= 0, f"{name} is not as the layout has it"
+            if size == 0:
+                break
             raw: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             for at in range(0, len(raw), AT_ONCE):
                 yield raw[at : at + AT_ONCE]

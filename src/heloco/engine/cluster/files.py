@@ -2,7 +2,8 @@
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Incoming:
         self._hashed = xxhash.xxh3_128()
         self._file = path.open("wb", buffering=0)
         self._lock = threading.Lock()
+        self._sealed = False
 
     def begin(self, offset: int) -> int:
         """A connection takes over; one that is still open from before may write no more. Gives the turn to write with."""
@@ -51,6 +53,7 @@ class Incoming:
 
     def write(self, turn: int, piece: bytes | memoryview) -> None:
         with self._lock:
+            self._check_not_sealed()
             if turn != self.turn:
                 raise Denied("offset", "another connection has taken this transfer over.", size=self.size)
             if self.size + len(piece) > self.layout.size:
@@ -82,7 +85,23 @@ class Incoming:
 
     def restart(self) -> None:
         with self._lock:
+            self._check_not_sealed()
             self._restart()
+
+    def _check_not_sealed(self) -> None:
+        if self._sealed:
+            raise Denied("busy", "this contribution is being taken in: ask again.")
+
+    @contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Nobody may change the file inside: it is mapped into memory."""
+        with self._lock:
+            self._check_not_sealed()
+            self._sealed = True
+        try:
+            yield
+        finally:
+            self._sealed = False
 
     def close(self, *, remove: bool) -> None:
         with self._lock:  # a connection may still be writing: its next piece must not reach a file that has this one's number
@@ -105,9 +124,6 @@ class StartFiles:
         self.folder = run / ROUNDS
         self.folder.mkdir(exist_ok=True)
         self.layout = start_layout(synchronizer)
-        self._one_by_one = self.layout.names == [f"parameter.{i}" for i in range(len(synchronizer.parameters))] + [
-            f"buffer.{i}" for i in range(len(synchronizer.buffers))
-        ]
         self.tidy(synchronizer)
 
     def path(self, version: int) -> Path:
@@ -115,22 +131,22 @@ class StartFiles:
 
     def write(self, synchronizer: Synchronizer) -> None:
         """Of the version as it stands now."""
-        self._write(self.path(synchronizer.outer_step), synchronizer.start())
+        self._write(self.path(synchronizer.outer_step), synchronizer.start(self.layout.names))
 
     def write_final(self, synchronizer: Synchronizer) -> Path:
         """The outer model itself, of a run that has ended; `tidy` removes it where the run goes on."""
         path = self.folder / "final.safetensors"
-        named = [(f"parameter.{i}", p) for i, p in enumerate(synchronizer.parameters)]
-        self._write(path, iter([*named, *((f"buffer.{i}", b) for i, b in enumerate(synchronizer.buffers))]))
+        named = {f"parameter.{i}": p for i, p in enumerate(synchronizer.parameters)}
+        self._write(path, named | {f"buffer.{i}": b for i, b in enumerate(synchronizer.buffers)})
         return path
 
-    def _write(self, path: Path, named: Iterator[tuple[str, Tensor]]) -> None:
+    def _write(self, path: Path, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> None:
         if path.exists():
             return
         partial = path.with_suffix(".partial")
         try:
             with partial.open("wb", buffering=0) as file:
-                write(file, self.layout, (tensor for _, tensor in named) if self._one_by_one else dict(named))
+                write(file, self.layout, tensors)
             partial.rename(path)
         except OSError as error:
             partial.unlink(missing_ok=True)

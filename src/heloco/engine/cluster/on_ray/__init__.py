@@ -6,6 +6,7 @@ probe       what is wrong with an address, before Ray's own patience is spent on
 actor       the service behind actor calls
 link        a machine's way to it
 workers     machines of ours inside the cluster
+store       how much memory Ray's object store needs
 engine      all of it together, watched over
 
 Ray is imported only inside functions, so that importing this package neither needs nor loads it. Any holder of its token can run

@@ -5,8 +5,6 @@ flat numpy buffer each, the bytes of a safetensors file: Ray shares it between t
 another.
 """
 
-import contextlib
-import ctypes
 import importlib
 import os
 import threading
@@ -42,7 +40,6 @@ GROUP_OF = {
 PLAIN = ("abandon", "leave", "read", "stop")
 """What is handed to the service as it is."""
 STEP_S = 1.0
-M_MMAP_THRESHOLD = -3
 
 
 def tensor_deadline_s(size: int) -> float:
@@ -69,7 +66,6 @@ def answered(ask: Callable[[], Any]) -> Reply:
 
 class SynchronizerActor:
     def __init__(self) -> None:
-        give_memory_back()
         self._host: Host | None = None
         self._threads = 1
         self._begun = threading.Event()
@@ -88,7 +84,7 @@ class SynchronizerActor:
             self._host = Host(recipe)
             self._threads = torch.get_num_threads()  # a run that is taken up goes on with as many as it had
             self._begun.set()
-            return {"address": self._host.address, "token": self._host.token, "pid": os.getpid()}
+            return {"address": self._host.address, "token": self._host.token, "news": self._host.news, "pid": os.getpid()}
 
         return answered(made)
 
@@ -212,13 +208,6 @@ class SynchronizerActor:
                 self._host.close()
 
         return answered(closed)
-
-
-def give_memory_back() -> None:
-    """Blocks of a megabyte and more go back to the system when they are freed. Left to itself, glibc comes to keep them in each
-    thread's own heap, and there are many threads: 40 arrivals of 60 MB left 2.7 GB behind."""
-    with contextlib.suppress(AttributeError, OSError):  # of another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def memory_of(pid: int) -> dict[str, int]:

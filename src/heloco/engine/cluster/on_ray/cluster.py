@@ -240,7 +240,7 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
         except RuntimeError as error:
             raise _translated(error, cluster.address) from error
         except (ConnectionError, ray.exceptions.RayError, OSError) as error:
-            raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_first_line(error)}).") from error
+            raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
     cluster._connected = True
     ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # it prints of every death, whatever it was told
 
@@ -253,11 +253,11 @@ def _translated(error: RuntimeError, address: str) -> UserError:
             check_versions(found[1], found[0])
         except UserError as sentence:
             return sentence
-    return UserError(f"The Ray cluster at {address} cannot be joined ({' '.join(str(error).split())[:300]}).")
+    return UserError(f"The Ray cluster at {address} cannot be joined ({_words(error)}).")
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager

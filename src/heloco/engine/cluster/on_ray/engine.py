@@ -2,18 +2,13 @@
 round given to another at once, and where Ray itself ends all begins again. What was acknowledged is in the run's folder."""
 
 import contextlib
-import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from heloco.engine.cluster.host import Recipe
 from heloco.engine.cluster.link import Denied, LinkDown
@@ -21,11 +16,9 @@ from heloco.engine.cluster.on_ray.actor import NAME, OK, make_actor
 from heloco.engine.cluster.on_ray.cluster import NAMESPACE, Cluster, require_ray, start_ray
 from heloco.engine.cluster.on_ray.link import RayLink
 from heloco.engine.cluster.on_ray.probe import split
+from heloco.engine.cluster.on_ray.store import store_bytes
 from heloco.engine.cluster.on_ray.workers import Started, start_worker
 from heloco.errors import RunStopped, UserError
-from heloco.run.config import RunConfig, gpt_config, parse_toml, resolve, with_fields
-from heloco.run.folder import META
-from heloco.task.gpt import TinyGPT
 
 LOOK_S = 0.5
 NAME_FREE_S = 20.0
@@ -52,10 +45,10 @@ class RayEngine:
         tell: Callable[[str], Any] = print,
         **ray: Any,
     ) -> None:
-        """`address`: of a Ray cluster to join. `cluster`: one that is connected already, and stays. `threads`: of the synchronizer.
-        `ray`: what `start_ray` takes besides."""
+        """`address`: of a Ray cluster to join. `cluster`: one that is connected already, and stays. `threads`: of the
+        synchronizer. `ray`: what `start_ray` takes besides."""
         self.recipe, self.keep, self.tell, self.name = recipe, keep, tell, name
-        self.address = self.token = ""
+        self.address = self.token = self.news = ""
         """Of the gateway, where the recipe has one."""
         self.restarts = 0
         self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
@@ -119,7 +112,7 @@ class RayEngine:
         reply = self._when_ready(self._actor.begin.remote(self.recipe, self._threads))
         if reply[0] != OK:
             raise UserError(reply[-1])
-        self.address, self.token = reply[1]["address"], reply[1]["token"]
+        self.address, self.token, self.news = (reply[1][name] for name in ("address", "token", "news"))
         if self.recipe.door is not None:  # others know this address: after a restart it is the same
             port = int(self.address.rpartition(":")[2])
             self.recipe = replace(self.recipe, door=replace(self.recipe.door, port=port))
@@ -361,26 +354,3 @@ class RayEngine:
                 self._ray.get(actor.close.remote(), timeout=CLOSE_S)
         for handle in [*(worker.handle for worker in self._workers), *([actor] if actor is not None else [])]:
             self._kill(handle)
-
-
-# ---- how much memory Ray's store needs
-
-
-def store_bytes(recipe: Recipe) -> int:
-    """(workers + 2) models; where the model is not known yet, a third of the machine's memory: only what is used of it counts."""
-    meta = Path(recipe.folder) / META
-    if meta.exists():
-        with contextlib.suppress(ValueError, KeyError):
-            known = json.loads(meta.read_text())
-            return (len(known["paces"]) + 2) * int(known["parameters"]) * 4
-    if not recipe.config:
-        return 0
-    config = resolve(with_fields(RunConfig(), parse_toml(recipe.config, "the run's config")))
-    if config.data.task == "images":
-        return 0
-    if config.data.task == "external" or config.model.hf:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
-    vocabulary = config.model.vocab_size or (257 if config.data.tokenizer == "bytes" else 50_257)
-    with torch.device("meta"):
-        model = TinyGPT(gpt_config(replace(config.model, vocab_size=vocabulary)))
-    return (len(config.workers.paces) + 2) * 4 * sum(math.prod(p.shape) for p in model.parameters())

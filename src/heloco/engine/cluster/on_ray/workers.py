@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from heloco.engine.cluster.link import LinkDown
-from heloco.engine.cluster.member import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from heloco.engine.cluster.member import FIRST_PAUSE_S, LONGEST_PAUSE_S, Ended
 from heloco.engine.cluster.on_ray.actor import this_node
 from heloco.engine.cluster.on_ray.cluster import require_ray
 from heloco.engine.cluster.on_ray.link import RayLink
@@ -37,6 +37,8 @@ class WorkerActor:
             self._worker = Worker(task, config, tell=self._said.append)
             self._worker.stop_requested = self._stop
             words, well = self._worker.run(link, self._name, described["run"]), True
+        except Ended as end:
+            words, well = str(end), True
         except (UserError, RunStopped) as error:
             words, well = str(error), False
         return {**self.status(), "ended": words, "well": well}

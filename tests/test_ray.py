@@ -1,0 +1,385 @@
+"""A run on a real Ray: workers in processes of their own, faults by SIGKILL, the journal as the witness."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from conftest import evals, tape
+from fault_run import check_arrivals, check_ledger
+from heloco.engine.cluster.host import recipe_of
+from heloco.engine.cluster.link import Denied, LinkDown
+from heloco.engine.cluster.on_ray import Cluster, RayEngine, RayLink, start_ray
+from heloco.engine.cluster.on_ray.actor import memory_of
+from heloco.engine.cluster.on_ray.cluster import _translated, check_versions, require_ray
+from heloco.engine.cluster.on_ray.probe import listens, probe, split
+from heloco.engine.cluster.on_ray.store import store_bytes
+from heloco.engine.cluster.replay import replay
+from heloco.engine.cluster.worker import task_of
+from heloco.errors import UserError
+from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.run.journal import read_events
+
+LONGEST_S = 90.0
+TINY: dict[str, Any] = {
+    "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "batch_size": 2, "lr": 0.003,
+    "paces": [1.0, 1.0, 1.0], "method": "heloco-ramp", "checkpoint_every": 17, "eval_every": 25, "beat_s": 0.5, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(cache: Path) -> Iterator[Cluster]:  # noqa: ARG001 - Ray's processes inherit it
+    found = start_ray(store_bytes=300_000_000)
+    yield found
+    found.stop()
+
+
+def config(**settings: Any) -> RunConfig:
+    return resolve(with_fields(RunConfig(), {**TINY, **settings}))
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_S) -> Any:
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} took longer than {limit_s} s"
+        time.sleep(0.02)
+    return found
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [event for event, _, _ in read_events(folder / "journal" / "events.jsonl")]
+
+
+def check_exact(folder: Path, arrivals: int) -> None:
+    """Every contribution once, no window of data skipped or repeated, and the journal gives the same parameters to the bit."""
+    accepted = [line for line in tape(folder) if line["verdict"] != "refused"]
+    check_arrivals(accepted, arrivals)
+    state, _ = checkpoint.load(checkpoint.found(folder / "checkpoints")[-1])
+    check_ledger(accepted, state["books"])
+    run = RunFolder.open(folder)
+    described = {"external": False, "config": (folder / "config.toml").read_text(), "task_digest": run.meta()["task_digest"]}
+    found = replay(run, task_of(described, device="cpu")[0])
+    assert not found.difference, found.difference
+    assert (found.lines, found.digest) == (arrivals, tape(folder)[-1]["digest"])
+
+
+# ---- a run that nothing disturbs, and machines that come over every way
+
+
+JOINING = """
+import sys
+import torch
+from heloco.engine.cluster.on_ray import RayLink
+from heloco.engine.cluster.worker import Worker, task_of
+torch.set_num_threads(1)
+link = RayLink(sys.argv[1])
+described = link.describe()
+task, config = task_of(described, device="cpu")
+print(Worker(task, config).run(link, sys.argv[2], described["run"]))
+"""
+
+
+def joining(cluster: Cluster, address: str, name: str) -> "subprocess.Popen[str]":
+    """A process that is none of Ray's own and takes part."""
+    assert cluster.token_file
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = bare | {"RAY_AUTH_TOKEN_PATH": str(cluster.token_file), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", JOINING, address, name]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path):
+    arrivals = 60
+    folder = tmp_path / "run"
+    recipe = recipe_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(RayEngine(recipe, workers=2, cluster=cluster))
+        outside = [
+            stack.enter_context(joining(cluster, address, name))
+            for address, name in ((f"ray:{cluster.address}", "node"), (cluster.client_address, "client"))
+        ]
+        denied(engine)
+        assert engine.wait(LONGEST_S) == "finished"
+        said = [process.communicate(timeout=LONGEST_S) for process in outside]
+        assert all("The run has ended: finished" in out for out, _ in said), said
+        until(lambda: len([w for w in engine.workers() if "ended" in w]) == 2, "the end of the workers")
+        assert all(worker["well"] for worker in engine.workers())
+        assert engine.status()["ended"] == "finished" and not engine.trouble()
+    assert {line["machine"].partition("#")[0] for line in tape(folder)} == {"local-0", "local-1", "node", "client"}
+    assert evals(folder)[-1]["mean"]["loss"] < evals(folder)[0]["mean"]["loss"] - 0.5
+    check_exact(folder, arrivals)
+
+
+def denied(engine: RayEngine) -> None:
+    """What the service refuses comes back by its name, with its sentence and what is known besides."""
+    with pytest.raises(Denied, match="join again") as refused:
+        engine.link.next_round("nobody#0", 0.0)
+    assert refused.value.name == "unknown-machine"
+    with pytest.raises(Denied) as refused:
+        engine.link.beat("nobody#0", 0, None)
+    assert refused.value.name == "unknown-machine"
+    with pytest.raises(Denied, match="is none of") as refused:
+        engine.link.read("run-id", 0)
+    assert refused.value.name == "path"
+
+
+# ---- faults
+
+
+@pytest.fixture(scope="module")
+def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run whose worker is killed, and later its synchronizer, each in the middle of everything."""
+    folder = tmp_path_factory.mktemp("broken") / "run"
+    arrivals = 120
+    said: list[str] = []
+    with RayEngine(
+        recipe_of(config(arrivals=arrivals, inner_steps=30), folder), workers=3, cluster=cluster, tell=said.append
+    ) as e:
+        until(lambda: len({m["name"] for m in e.status()["machines"] if m["arrivals"]}) == 3, "three contributors")
+        victim = until(lambda: next((m for m in e.status()["machines"] if m["round"] and m["steps"]), None), "a round under way")
+        pid = next(w["pid"] for w in e.workers() if w["name"] == victim["name"])
+        os.kill(pid, signal.SIGKILL)
+        struck_s = e.status()["time_s"]
+        until(lambda: any("another takes its place" in text for text in said), "the worker's death")
+        until(lambda: e.status()["arrivals"] >= arrivals // 2, "half of the run")
+        first = e.pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda: e.restarts == 1, "the restart")
+        assert e.wait(LONGEST_S) == "finished"
+        until(lambda: len([w for w in e.workers() if "ended" in w]) == 3, "the end of the workers")
+        assert e.pid != first
+        workers = e.workers()
+    return {"folder": folder, "arrivals": arrivals, "victim": victim, "struck_s": struck_s, "workers": workers, "said": said}
+
+
+def test_the_round_of_a_worker_that_is_killed_goes_to_another_at_once(broken):
+    happened = events(broken["folder"])
+    victim = broken["victim"]["machine"]
+    left = next(event for event in happened if event["event"] == "leave" and event["machine"] == victim)
+    assert left["reason"] == "its process died"
+    given_up = next(event for event in happened if event["event"] == "abandon" and event["n"] > left["n"] - 3)
+    assert given_up["worker"] == broken["victim"]["round"][0] and given_up["reason"] == "its process died"
+    patience_s = TINY["beat_s"] * 10
+    assert left["time_s"] - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
+    again = next(e for e in happened if e["n"] > given_up["n"] and e["event"] == "dispatch" and e["worker"] == given_up["worker"])
+    assert again["machine"] != victim
+    assert not [event for event in happened if event["event"] == "lost"]
+
+
+def test_a_synchronizer_that_is_killed_goes_on_from_its_journal_and_counts_every_acknowledged_contribution_once(broken):
+    assert any("started again from its journal" in text for text in broken["said"])
+    check_exact(broken["folder"], broken["arrivals"])
+    lines = tape(broken["folder"])
+    for worker in broken["workers"]:
+        assert worker["well"], worker
+        counted = sum(line["machine"].partition("#")[0] == worker["name"] for line in lines)
+        assert counted == worker["rounds"], "what it had acknowledged is what counts"
+
+
+def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_it_was(cluster, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    for _ in range(2):
+        with pytest.raises(UserError, match="no empty folder"):
+            RayEngine(recipe_of(config(arrivals=2), tmp_path / "run"), cluster=cluster)
+    assert not cluster.broken()
+    with pytest.raises(LinkDown, match="No run is being served"):
+        RayLink().describe()
+
+
+# ---- closed
+
+
+def test_ray_answers_nobody_without_its_token(cluster):
+    assert cluster.token_file and cluster.token_file.stat().st_mode & 0o777 == 0o600
+    probe(cluster.address, cluster.token_file.read_text(), None)
+    for address, client in ((cluster.address, False), (cluster.client_address.removeprefix("ray://"), True)):
+        for token, says in (("", "is missing"), ("wrong", "was refused")):
+            with pytest.raises(UserError, match=f"wants its token, and ours {says}"):
+                probe(address, token, None, client=client)
+
+
+def test_a_client_without_the_token_is_told_so(cluster):
+    command = [sys.executable, "-c", JOINING, cluster.client_address, "nobody"]
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": "/nonexistent"}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert "UserError" in done.stderr and "wants its token, and ours is missing" in done.stderr
+
+
+def test_ray_listens_on_loopback_alone(cluster):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
+        try:
+            found.connect(("198.51.100.1", 9))
+        except OSError:
+            pytest.skip("this machine has no other address")
+        outside = found.getsockname()[0]
+    if outside.startswith("127."):
+        pytest.skip("this machine has no other address")
+    for address in (cluster.address, cluster.client_address.removeprefix("ray://")):
+        assert listens("127.0.0.1", split(address)[1])
+        assert not listens(outside, split(address)[1])
+
+
+def test_beyond_loopback_there_must_be_tls():
+    with pytest.raises(UserError, match="unencrypted"):
+        start_ray(host="192.0.2.7")
+
+
+WITH_TLS = """
+import json, sys
+from heloco.engine.cluster.on_ray.actor import memory_of
+from heloco.engine.cluster.on_ray.cluster import Tls, start_ray
+from heloco.engine.cluster.on_ray.probe import probe
+from heloco.errors import UserError
+folder = sys.argv[1]
+tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
+cluster = start_ray(tls=tls)
+token = cluster.token_file.read_text()
+probe(cluster.address, token, tls)
+import ray
+class Echo:
+    def say(self, word):
+        return word
+said = {"echo": ray.get(ray.remote(Echo).remote().say.remote("heard"), timeout=60)}
+stranger = Tls(f"{folder}/other.pem", f"{folder}/other-key.pem", f"{folder}/ca.pem")
+for name, how in (("plain", None), ("stranger", stranger)):
+    try:
+        probe(cluster.address, token, how)
+    except UserError as error:
+        said[name] = str(error)
+cluster.stop()
+print(json.dumps(said))
+"""
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, a certificate of it for loopback, and one that signed itself."""
+    signed = ["-CA", "ca.pem", "-CAkey", "ca-key.pem"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    commands = [
+        [*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca-key.pem", "-out", "ca.pem"],
+        [*new, "-x509", "-subj", "/CN=head", *names, *signed, "-keyout", "key.pem", "-out", "cert.pem"],
+        [*new, "-x509", "-subj", "/CN=stranger", *names, "-keyout", "other-key.pem", "-out", "other.pem"],
+    ]  # fmt: skip
+    for command in commands:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def test_with_tls_ray_works_and_whoever_has_no_certificate_of_its_authority_is_refused(tmp_path):
+    try:
+        make_certificates(tmp_path)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("there is no openssl that can make certificates here")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", WITH_TLS, str(tmp_path)]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["echo"] == "heard"
+    assert "not as Ray does without TLS" in said["plain"]
+    assert "not as Ray does with TLS" in said["stranger"]
+
+
+# ---- sentences
+
+
+def test_another_version_of_ray_is_named_with_ours(monkeypatch):
+    ray = require_ray()
+    with pytest.raises(
+        UserError, match=re.escape("The cluster's Ray is 2.9.3 and this machine's is 2.60.0: `pip install ray==2.9.3`")
+    ):
+        check_versions("2.60.0", "2.9.3")
+    python = ".".join(map(str, sys.version_info[:3]))
+    with pytest.raises(RuntimeError) as refused:  # Ray's own words, of several lines
+        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
+    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(_translated(refused.value, "head:6379"))
+    link = RayLink.__new__(RayLink)
+    link._ray = ray
+    monkeypatch.setattr(link, "_ask", lambda _: {"ray": "2.9.3"}, raising=False)
+    with pytest.raises(UserError, match=r"The cluster's Ray is 2\.9\.3"):
+        link.describe()
+
+
+def test_without_ray_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=re.escape('pip install "heloco[cluster]"')):
+        RayLink("ray:head:6379")
+
+
+@pytest.mark.parametrize(("address", "says"), [("127.0.0.1:9", "Nothing answers at"), ("head", "give HOST:PORT")])
+def test_an_address_where_no_ray_is_is_named(address, says):
+    with pytest.raises(UserError, match=says):
+        probe(address, "", None)
+
+
+def test_a_port_that_speaks_something_else_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="not as Ray does"):
+        probe(f"127.0.0.1:{server.getsockname()[1]}", "", None)
+
+
+def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
+    known = store_bytes(recipe_of(config(paces=[1.0] * 4), tmp_path / "none"))
+    tokens = 2 * 257 * 32 + 16 * 32
+    assert 4 * 6 * tokens < known < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
+
+
+# ---- long ones
+
+
+def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tuple[int, int]:
+    """(most memory of the synchronizer's own and of files it has mapped, the model's bytes), in a run of six arrivals each."""
+    arrivals, peak = 6 * workers, 0
+    small = config(arrivals=arrivals, inner_steps=1, paces=[1.0] * workers, checkpoint_every=0, eval_every=0, **settings)
+    with RayEngine(recipe_of(small, folder), workers=workers, cluster=cluster) as engine:
+        end = time.monotonic() + LONGEST_S
+        while not engine.status()["ended"] and time.monotonic() < end:
+            found = memory_of(engine.pid)
+            peak = max(peak, found["own"] + found["files"])
+        assert engine.wait(0) == "finished"
+    return peak, 4 * RunFolder.open(folder).meta()["parameters"]
+
+
+@pytest.mark.long
+def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_workers(cluster, tmp_path):
+    nothing, _ = peak_of(cluster, tmp_path / "none", 2)
+    for workers in (2, 6):
+        peak, model = peak_of(cluster, tmp_path / str(workers), workers, width=64, vocab_size=60_000)
+        assert model > 30_000_000
+        assert peak - nothing <= 4 * model, f"{workers} workers: {(peak - nothing) / model:.2f} models"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", ["raylet/raylet", "gcs_server"])
+def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, tmp_path):
+    """In a process of its own: this one is connected to another Ray."""
+    command = [sys.executable, __file__, process, str(tmp_path / "run")]
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_exact(tmp_path / "run", 100)
+
+
+def lose_ray(process: str, folder: Path) -> None:
+    with RayEngine(recipe_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
+        until(lambda: engine.status()["arrivals"] >= 30, "thirty arrivals")
+        found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster._folder}"], text=True)
+        os.kill(int(found.split()[0]), signal.SIGKILL)
+        assert engine.wait(2 * LONGEST_S) == "finished"
+        assert engine.restarts == 1
+
+
+if __name__ == "__main__":
+    lose_ray(sys.argv[1], Path(sys.argv[2]))
