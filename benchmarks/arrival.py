@@ -8,6 +8,7 @@ the same outer step, and the same bytes written to the same disk with fsync. Med
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.disk import write_all
 from heloco.run.tensors import Layout, pieces
 from heloco.task.gpt import TinyGPT, preset
 
@@ -68,22 +70,20 @@ def floor(blocks: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, fl
     delta = [torch.randn_like(p) * 1e-3 for p in parameters]
     whole = torch.cat([d.view(-1) for d in delta])
     target = torch.empty_like(whole)
-    path = folder / "floor"
+    numbers = itertools.count()
 
-    def written() -> None:
-        with path.open("wb", buffering=0) as file:
-            raw = memoryview(whole.numpy()).cast("B")
-            at = 0
-            while at < len(raw):
-                at += file.write(raw[at:])
+    def written() -> None:  # to a new file each time, as a journal does
+        with (folder / f"floor-{next(numbers)}").open("wb", buffering=0) as file:
+            write_all(file, memoryview(whole.numpy()).cast("B"))
             os.fsync(file.fileno())
-        path.unlink()
 
     found = {
         "copies_s": 2 * median(lambda: target.copy_(whole), repeats),
         "outer_step_s": median(lambda: outer.step(weight=0.5, pseudo_gradients=delta), repeats),
         "write_and_fsync_s": median(written, repeats),
     }
+    for path in folder.glob("floor-*"):
+        path.unlink()
     return {**found, "sum_s": sum(found.values())}
 
 

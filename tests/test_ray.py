@@ -342,13 +342,14 @@ def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
 def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tuple[int, int]:
     """(most memory of the synchronizer's own and of files it has mapped, the model's bytes), in a run of six arrivals each."""
     arrivals, peak = 6 * workers, 0
-    small = config(arrivals=arrivals, inner_steps=1, paces=[1.0] * workers, checkpoint_every=0, eval_every=0, **settings)
+    settings |= {"inner_steps": 1, "checkpoint_every": 0, "eval_every": 0, "assign": "flexible"}
+    small = config(arrivals=arrivals, paces=[1.0] * workers, **settings)
     with RayEngine(recipe_of(small, folder), workers=workers, cluster=cluster) as engine:
         end = time.monotonic() + LONGEST_S
         while not engine.status()["ended"] and time.monotonic() < end:
             found = memory_of(engine.pid)
             peak = max(peak, found["own"] + found["files"])
-        assert engine.wait(0) == "finished"
+        assert engine.wait(10) == "finished"
     return peak, 4 * RunFolder.open(folder).meta()["parameters"]
 
 
@@ -356,7 +357,7 @@ def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tu
 def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_workers(cluster, tmp_path):
     nothing, _ = peak_of(cluster, tmp_path / "none", 2)
     for workers in (2, 6):
-        peak, model = peak_of(cluster, tmp_path / str(workers), workers, width=64, vocab_size=60_000)
+        peak, model = peak_of(cluster, tmp_path / str(workers), workers, width=576, layers=2)
         assert model > 30_000_000
         assert peak - nothing <= 4 * model, f"{workers} workers: {(peak - nothing) / model:.2f} models"
 

@@ -16,7 +16,7 @@ from . import kernels
 from .correction import Correction, Outcome, combine_all, law
 from .kernels import Numbers
 
-SLICE = 1 << 22
+SLICE = 1 << 20
 
 
 class NotFinite(ValueError):
@@ -156,18 +156,19 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def lookahead_of(self, number: int) -> Iterator[Tensor]:
-        """The same for one parameter, counted over all groups, a large one in flat slices: no second model in memory. Without
-        look-ahead it is the parameter itself: look only."""
+        """The same for one parameter, counted over all groups, in flat slices that share their memory: each is to be used before
+        the next is asked for. Without look-ahead it is the parameter itself: look only."""
         group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
         ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
         momentum = self.state[p].get("momentum_buffer") if ahead else None
         if momentum is None:
             yield p.detach()
-        elif not p.is_contiguous() or p.numel() <= SLICE:
-            yield _ahead([p], [momentum], ahead)[0]
+        elif p.is_contiguous() and kernels.alike([p, momentum]) and not kernels.on_gpu(p):
+            room = torch.empty(min(SLICE, p.numel()), dtype=p.dtype)
+            for part, m in zip(p.detach().view(-1).split(SLICE), momentum.view(-1).split(SLICE), strict=True):
+                yield torch.sub(part, m, alpha=ahead, out=room[: part.numel()])
         else:
-            slices = zip(p.detach().view(-1).split(SLICE), momentum.view(-1).split(SLICE), strict=True)
-            yield from (_ahead([part], [m], ahead)[0] for part, m in slices)
+            yield _ahead([p], [momentum], ahead)[0]
 
     def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law:
         """How the blocks of a group move, in numbers alone."""

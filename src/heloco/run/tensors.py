@@ -18,6 +18,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from heloco.run.disk import write_all
+
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -133,9 +135,7 @@ def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> 
 def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor], hashed: Any = None) -> None:
     """`file` must be unbuffered; `hashed` gets every piece too."""
     for piece in pieces(layout, tensors):
-        at = 0
-        while at < len(piece):
-            at += file.write(piece[at:])
+        write_all(file, piece)
         if hashed is not None:
             hashed.update(piece)
 

@@ -34,7 +34,7 @@ class Link(Protocol):
         """Waits up to `wait_s` for a round where there is none at once."""
 
     def fetch(self, machine: str, key: Key, layout: Layout) -> dict[str, Tensor]:
-        """What the round starts from. The tensors are the machine's own, to write to."""
+        """What the round starts from. The tensors are the machine's own, to write to; the next start may take their place."""
 
     def hand_in(self, machine: str, key: Key, layout: Layout, tensors: Mapping[str, Tensor], report: Answer) -> Answer:
         """Sends a contribution and has it acknowledged."""

@@ -133,11 +133,7 @@ class SynchronizerActor:
         with self._one_model:
             if self._shared is None or self._shared[0] != path:
                 self._shared = None  # first, so that Ray may free it
-                try:
-                    content = np.memmap(path, np.uint8, "r")
-                except FileNotFoundError:
-                    raise Denied("not-held", "this round was given up: take a fresh one.") from None
-                self._shared = (path, require_ray().put(content.view(np.ndarray)))
+                self._shared = (path, _put(path))
             here = self.service.machines.present
             self._given = {m: reference for m, reference in self._given.items() if m in here} | {machine: self._shared[1]}
             self.service.moved(machine)
@@ -208,6 +204,14 @@ class SynchronizerActor:
                 self._host.close()
 
         return answered(closed)
+
+
+def _put(path: Path) -> Any:
+    """A reference to a file's bytes in Ray's store; the file is mapped no longer than that takes."""
+    try:
+        return require_ray().put(np.memmap(path, np.uint8, "r").view(np.ndarray))
+    except FileNotFoundError:
+        raise Denied("not-held", "this round was given up: take a fresh one.") from None
 
 
 def memory_of(pid: int) -> dict[str, int]:

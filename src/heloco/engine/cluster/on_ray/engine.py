@@ -55,6 +55,9 @@ class RayEngine:
         self._wanted, self._spread, self._made = 0, spread, 0
         self._deaths = self._arrivals_at_death = 0
         self._actor: Any = None
+        self._end_of_run: Any = None
+        """Becomes ready when the run has ended or the synchronizer's process; None where that has not been started."""
+        self.pid = 0
         self._link: RayLink | None = None
         self._workers: list[Started] = []
         self._done: list[dict[str, Any]] = []
@@ -78,6 +81,9 @@ class RayEngine:
             self.start_workers(workers)
             self._watching = threading.Thread(target=self._watch, name="heloco-supervisor", daemon=True)
             self._watching.start()
+        except self._ray.exceptions.RayError as error:
+            self.close()
+            raise RunStopped(f"The synchronizer's process could not be started ({str(error).splitlines()[-1]}).") from error
         except BaseException:
             self.close()
             raise
@@ -116,7 +122,7 @@ class RayEngine:
         if self.recipe.door is not None:  # others know this address: after a restart it is the same
             port = int(self.address.rpartition(":")[2])
             self.recipe = replace(self.recipe, door=replace(self.recipe.door, port=port))
-        self.pid: int = reply[1]["pid"]
+        self.pid = reply[1]["pid"]
         self._end_of_run = self._actor.over.remote()
         self._link = RayLink(name=self.name)
         self._last = self.link.status()
@@ -180,6 +186,9 @@ class RayEngine:
         if self.cluster.broken() and not self._ended:
             self._again("Ray ended", anew=True)
             return
+        if self._end_of_run is None and not self._ended:
+            self._again("The synchronizer could not be started", anew=False)
+            return
         waited = [worker.ended for worker in self._workers]
         if not self._ended:
             waited.append(self._end_of_run)
@@ -217,6 +226,7 @@ class RayEngine:
             self._workers.clear()
             return
         self.restarts += 1
+        self._end_of_run = None
         self.tell(f"{why}: it is started again from its journal.")
         self.recipe = self.recipe.again()
         try:
