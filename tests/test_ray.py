@@ -111,6 +111,8 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path):
             for address, name in ((f"ray:{cluster.address}", "node"), (cluster.client_address, "client"))
         ]
         denied(engine)
+        with pytest.raises(UserError, match="serves a run already"):
+            RayEngine(recipe_of(config(arrivals=2), tmp_path / "second"), cluster=cluster)
         assert engine.wait(LONGEST_S) == "finished"
         said = [process.communicate(timeout=LONGEST_S) for process in outside]
         assert all("The run has ended: finished" in out for out, _ in said), said
@@ -354,12 +356,12 @@ def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tu
 
 
 @pytest.mark.long
-def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_workers(cluster, tmp_path):
-    nothing, _ = peak_of(cluster, tmp_path / "none", 2)
-    for workers in (2, 6):
-        peak, model = peak_of(cluster, tmp_path / str(workers), workers, width=576, layers=2)
-        assert model > 30_000_000
-        assert peak - nothing <= 4 * model, f"{workers} workers: {(peak - nothing) / model:.2f} models"
+@pytest.mark.parametrize("workers", [2, 6])
+def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_workers(cluster, tmp_path, workers):
+    nothing, _ = peak_of(cluster, tmp_path / "tiny", workers)
+    peak, model = peak_of(cluster, tmp_path / "large", workers, width=832, layers=2)
+    assert model > 60_000_000
+    assert peak - nothing <= 4 * model, f"{(peak - nothing) / model:.2f} models"
 
 
 @pytest.mark.long

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl")
 EVERY_S = 0.5
 WAIT_S = 120.0
+LOST_S = 60.0
+"""Out of reach for so long, a run is taken for gone: a crash and a restart take less."""
 
 
 class Mirror:
@@ -25,6 +27,13 @@ class Mirror:
         self.folder = Path(self._made.name) / "run"
         self.folder.mkdir()
         self._over = threading.Event()
+        self._reached_s = time.monotonic()
+
+    def lost(self) -> str:
+        """Why nothing more is to be expected; empty as long as something is."""
+        if time.monotonic() - self._reached_s < LOST_S:
+            return ""
+        return f"{self.link.address} was out of reach for {LOST_S:g} s: it was stopped there, or this is all there will be to see."
 
     def start(self) -> None:
         """Until there is something to see; then on, in a thread."""
@@ -42,6 +51,7 @@ class Mirror:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
         except Denied as error:
             raise UserError(str(error)) from error
+        self._reached_s = time.monotonic()
         threading.Thread(target=self._follow, name="heloco-mirror", daemon=True).start()
 
     def refresh(self) -> bool:
@@ -63,6 +73,7 @@ class Mirror:
         while not self._over.wait(EVERY_S):
             try:
                 self.refresh()
+                self._reached_s = time.monotonic()
             except (LinkDown, Denied, UserError):
                 continue
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from heloco.run import RunConfig
 
 FAREWELL_S = 15.0
+LINGER_S = 1.2
+"""Whoever watches from elsewhere looks twice a second: the last lines must reach them."""
+ON_PURPOSE = "stopped by "
 PAGE = "heloco.cli.page:page_of"
 
 
@@ -120,7 +123,7 @@ class HereEngine:
         with preparing() as progress:
             self.host = Host(recipe, progress)
         self.address, self.token, self.news = self.host.address, self.host.token, self.host.news
-        reached = self.address.replace("0.0.0.0", "127.0.0.1")
+        reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         self.workers = LocalWorkers(local, reached, self.token, Path(recipe.folder)) if local else None
 
     def status(self) -> dict[str, Any]:
@@ -150,20 +153,21 @@ def engine_for(recipe: "Recipe", local: int, ray: str) -> Engine:
 
 def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
     """Serves until the run has ended or somebody ends it; says how."""
+    from heloco.cli.serve_view import follow
+
     caught: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
+    engine = engine_for(recipe, local, ray)  # until it stands, Ctrl-C ends it at once
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    from heloco.cli.serve_view import follow
-
-    engine = engine_for(recipe, local, ray)
     try:
         announce(engine, recipe)
         ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
         if caught:
-            engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
+            engine.stop(f"{ON_PURPOSE}{signal.Signals(caught[0]).name}")
+        if caught or ended.startswith(ON_PURPOSE):
             print(f"Stopped and saved. `heloco serve {recipe.folder}` goes on.", flush=True)
         let_all_hear_of_it(engine)
         if caught:
@@ -175,13 +179,16 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
     if ended == "finished":
         print(f"The run's folder: {recipe.folder}")
         return 0
+    if ended.startswith(ON_PURPOSE):  # `heloco stop`
+        return 0
     raise UserError(f"The run has ended: {ended}")
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
     """Machines come for the last model and leave; those that do not come are not waited for long."""
-    until = time.monotonic() + FAREWELL_S
-    while engine.status()["machines"] and time.monotonic() < until:
+    now = time.monotonic()
+    least, most = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
+    while (now := time.monotonic()) < least or (now < most and engine.status()["machines"]):
         time.sleep(0.1)
 
 
@@ -201,4 +208,4 @@ def announce(engine: Engine, recipe: "Recipe") -> None:
 def reachable(address: str, recipe: "Recipe") -> str:
     """The address as others may call it: what listens everywhere is called by the machine's name."""
     name = recipe.door.names[0] if recipe.door and recipe.door.names else ""
-    return address.replace("0.0.0.0", name) if name else address
+    return address.replace("0.0.0.0", name).replace("[::]", name) if name else address

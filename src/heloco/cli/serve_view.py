@@ -75,10 +75,10 @@ class View:
         here = {m["machine"]: m["name"] for m in status["machines"]}
         for machine, name in here.items():
             if machine not in self._known:
-                print(f"{name} is here ({len(here)} machines).", flush=True)
+                print(f"{name} is here ({machines(len(here))}).", flush=True)
         for machine, name in self._known.items():
             if machine not in here:
-                print(f"{name} is gone ({len(here)} machines).", flush=True)
+                print(f"{name} is gone ({machines(len(here))}).", flush=True)
         self._known = here
         if status["paused"] != self._paused:
             self._paused = status["paused"]
@@ -89,11 +89,16 @@ class View:
             self._told = len(self.run.evals)
 
 
+def machines(count: int) -> str:
+    return "1 machine" if count == 1 else f"{count} machines"
+
+
 def machines_table(status: dict[str, Any]) -> Table:
     """Who is here, what they do, and who contributed lately."""
     over = status["participation_over"]
     lately = f"{len(status['participants'])} contributed to the last {over} arrivals" if over else "nobody has contributed yet"
-    title = f"{len(status['machines'])} machines for {status['seats']} workers, {lately}"
+    workers = "1 worker" if status["seats"] == 1 else f"{status['seats']} workers"
+    title = f"{machines(len(status['machines']))} for {workers}, {lately}"
     if status["paused"]:
         title = f"[yellow]paused: {status['paused']}[/]\n{title}"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2), header_style="dim")

@@ -2,14 +2,15 @@
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heloco.cli.flags import Parser
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
+    from heloco.cli.mirror import Mirror
     from heloco.report.reading import Run
 
 
@@ -22,11 +23,13 @@ def add_watch_flags(made: Parser) -> None:
 
 
 def watch(parsed: argparse.Namespace) -> int:
+    mirrors: list["Mirror"] = []
     with contextlib.ExitStack() as stack:
-        return show(parsed, [here(run, parsed.token, stack) for run in parsed.runs])
+        folders = [here(run, parsed.token, stack, mirrors) for run in parsed.runs]
+        return show(parsed, folders, lambda: next((why for mirror in mirrors if (why := mirror.lost())), ""))
 
 
-def here(run: str, token: str | None, stack: contextlib.ExitStack) -> Path:
+def here(run: str, token: str | None, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
     """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
@@ -36,15 +39,16 @@ def here(run: str, token: str | None, stack: contextlib.ExitStack) -> Path:
     mirror = Mirror(connect(run.rstrip("/"), token))
     stack.callback(mirror.close)
     mirror.start()
+    mirrors.append(mirror)
     return mirror.folder
 
 
-def show(parsed: argparse.Namespace, folders: Sequence[Path]) -> int:
+def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[], str]) -> int:
     from heloco.report.reading import read_runs
 
     runs = read_runs(folders)
     if parsed.text:
-        return in_the_terminal(runs)
+        return in_the_terminal(runs, lost)
     from heloco.report import html, live
 
     html.check_parts()
@@ -55,8 +59,8 @@ def show(parsed: argparse.Namespace, folders: Sequence[Path]) -> int:
     return 0
 
 
-def in_the_terminal(runs: Sequence["Run"]) -> int:
-    """One panel per run, redrawn as it grows; elsewhere than on a terminal a line per evaluation."""
+def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int:
+    """One panel per run, redrawn as it grows; elsewhere than on a terminal a line per evaluation. `lost` says why to give up."""
     import time
 
     from rich.console import Console, Group
@@ -77,7 +81,10 @@ def in_the_terminal(runs: Sequence["Run"]) -> int:
                 for line in run.evals[told[i] :]:
                     progress.tell(line)
                 told[i] = len(run.evals)
-        return any(run.planned is None or run.summary.arrivals < run.planned for run in runs)
+        going = any(run.planned is None or run.summary.arrivals < run.planned for run in runs)
+        if going and (why := lost()):
+            raise RunStopped(why)
+        return going
 
     if console.is_terminal:
         with Live(Group(*(p.panel() for p in shown)), console=console, refresh_per_second=4) as live:

@@ -21,7 +21,7 @@ from heloco.engine.cluster.on_ray.workers import Started, start_worker
 from heloco.errors import RunStopped, UserError
 
 LOOK_S = 0.5
-NAME_FREE_S = 20.0
+NAME_FREE_S, ENDING_S = 20.0, 2.0
 CLOSE_S = 60.0
 WORKERS_END_S = 15.0
 MOST_RESTARTS = 5
@@ -102,15 +102,21 @@ class RayEngine:
     # ---- the synchronizer
 
     def _check_free(self) -> None:
-        until = time.monotonic() + NAME_FREE_S / 10  # one that just ended is there a little longer
-        with contextlib.suppress(ValueError):
-            while time.monotonic() < until:
-                self._ray.get_actor(self.name, namespace=NAMESPACE)
-                time.sleep(0.05)
-            raise UserError(
-                f"The Ray cluster at {self.cluster.address} serves a run already: stop that one (`heloco stop ray:…`), or start "
-                "another Ray."
-            ) from None
+        until = time.monotonic() + ENDING_S  # one that was just closed is there a little longer
+        while self._is_served():
+            if time.monotonic() > until:
+                raise UserError(
+                    f"The Ray cluster at {self.cluster.address} serves a run already: stop that one (`heloco stop ray:…`), or "
+                    "start another Ray."
+                )
+            time.sleep(0.05)
+
+    def _is_served(self) -> bool:
+        try:
+            self._ray.get_actor(self.name, namespace=NAMESPACE)
+            return True
+        except ValueError:
+            return False
 
     def _begin(self) -> None:
         """The synchronizer from the recipe; what is wrong with that is a UserError."""

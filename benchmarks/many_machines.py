@@ -1,0 +1,81 @@
+"""Arrivals per second of a tiny model with 4 and with 64 machines over HTTPS on loopback, and the synchronizer's memory.
+
+    python benchmarks/many_machines.py [--machines 4 64] [--seconds 10] [--link https] [--out FILE.json]
+
+The synchronizer runs in a process of its own; the machines are threads of this one, and hand in at once what they took: all the
+time is the synchronizer's, the link's and theirs. Goal: with 64 at least 80 % of the arrivals that 4 make, in the same memory.
+"""
+
+import argparse
+import json
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from arrival import over_https, over_ray
+from heloco.run.tensors import Layout
+
+BLOCKS = {f"parameter.{i}": torch.zeros(shape) for i, shape in enumerate([(256, 64), (64, 64), (64,)])}
+DELTA = {f"pseudo_gradient.{i}": torch.full_like(t, 1e-3) for i, t in enumerate(BLOCKS.values())}
+REPORT = {"loss": 1.0, "last_loss": 1.0, "samples": 1, "units": 1}
+
+
+def machine(link: Any, name: str, over: threading.Event, done: list[int]) -> None:
+    from heloco.engine.cluster.member import Member
+
+    member = Member(link, name, layout=Layout.of(BLOCKS), pace_s=0.01, tell=lambda _: None)
+    if member.join()["needs_model"]:
+        member.send_model(Layout.of(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
+    while (taken := member.take(over.is_set)) is not None:
+        member.hand_in(taken.key, DELTA, REPORT)
+        done.append(1)
+    member.leave()
+
+
+def measured(new_link: Any, pid: int, machines: int, seconds: float) -> dict[str, Any]:
+    over, done = threading.Event(), list[int]()
+    threads = [threading.Thread(target=machine, args=(new_link(), f"m{i}", over, done)) for i in range(machines)]
+    for thread in threads:
+        thread.start()
+    while len(done) < 2 * machines:
+        time.sleep(0.05)
+    before, began = len(done), time.perf_counter()
+    time.sleep(seconds)
+    made, took = len(done) - before, time.perf_counter() - began
+    over.set()
+    for thread in threads:
+        thread.join()
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    peak = int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    return {"machines": machines, "arrivals_per_s": made / took, "peak_mb": peak / 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--machines", nargs="+", type=int, default=[4, 64])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--link", choices=("https", "ray"), default="https")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    results = []
+    for count in given.machines:
+        with tempfile.TemporaryDirectory() as made:
+            run = over_https if given.link == "https" else over_ray
+            work = lambda new, pid, count=count: measured(new, pid, count, given.seconds)  # noqa: E731
+            results.append(run(Path(made), work, workers=count))
+        print(
+            f"{count:>4} machines  {results[-1]['arrivals_per_s']:8.1f} arrivals/s  {results[-1]['peak_mb']:8.0f} MB at most",
+            flush=True,
+        )
+    first, last = results[0], results[-1]
+    print(f"{last['arrivals_per_s'] / first['arrivals_per_s']:.0%} of the arrivals of {first['machines']} machines")
+    if given.out:
+        given.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
