@@ -10,7 +10,7 @@ train: setup
 	$(BIN)/heloco train
 
 test: lint
-	$(BIN)/pytest -m "not long"
+	$(BIN)/pytest -m "not long" --numprocesses 2 --dist loadfile
 
 test-long: setup-dev
 	$(BIN)/pytest -m long

@@ -153,7 +153,9 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
     assert "--port 0" in capsys.readouterr().err
     for arguments, said in (
         ([str(tmp_path)], "no run folder"),
-        (["https://head:8443"], "address"),
+        (["https://127.0.0.1:9"], "needs a token"),
+        (["https://127.0.0.1:9", "--token", f"heloco1.{'x' * 43}.{'0' * 64}"], "cannot be reached"),
+        (["http://127.0.0.1:9"], "begins with https://"),
         ([str(finished), "--port", "many"], "0 to 65535"),
         ([str(finished), "--host", "no.such.host.invalid"], "served"),
     ):

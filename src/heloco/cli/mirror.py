@@ -33,7 +33,9 @@ class Mirror:
         """Why nothing more is to be expected; empty as long as something is."""
         if time.monotonic() - self._reached_s < LOST_S:
             return ""
-        return f"{self.link.address} was out of reach for {LOST_S:g} s: it was stopped there, or this is all there will be to see."
+        return (
+            f"{self.link.address} was out of reach for {LOST_S:g} s: it was stopped there, or this is all there will be to see."
+        )
 
     def start(self) -> None:
         """Until there is something to see; then on, in a thread."""

@@ -45,7 +45,16 @@ def serve(parsed: argparse.Namespace) -> int:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
     names = tuple(parsed.name) or (socket.getfqdn(), socket.gethostname())
     door = Door(parsed.host, port, names, parsed.cert, parsed.key, PAGE if page_can_be_shown() else "")
+    if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
+        check_port(parsed.host, port)
     return carry_on(recipe_for(parsed, local, door), local, parsed.ray)
+
+
+def check_port(host: str, port: int) -> None:
+    """Before a run is begun that could not be served."""
+    from heloco.engine.cluster.gateway.server import listen
+
+    listen(host, port).close()
 
 
 def whole(text: str, name: str) -> int:
@@ -68,7 +77,8 @@ def recipe_for(parsed: argparse.Namespace, local: int, door: "Door | None") -> "
 
     flags = given_fields(parsed)
     if parsed.run is not None and parsed.run.is_dir():
-        RunFolder.open(parsed.run)
+        if RunFolder.open(parsed.run).meta().get("clock") != "real":
+            raise UserError(f"{parsed.run} is a simulation: `heloco resume {parsed.run}` goes on with it.")
         for name in flags:
             if FIELDS[name] not in ("cluster", "data"):
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
@@ -163,6 +173,9 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
     engine = engine_for(recipe, local, ray)  # until it stands, Ctrl-C ends it at once
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
+        if (state := engine.status())["ended"] == "finished":
+            print(f"{recipe.folder} is finished: all {state['planned']} arrivals are in.")
+            return 0
         announce(engine, recipe)
         ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
         if caught:

@@ -61,6 +61,7 @@ class View:
         if self.run is None and (self.folder / CONFIG).exists() and (self.folder / META).exists():
             self.run = Run(self.folder)
             self.progress = Progress(self.run.summary, self.run.planned or 0, self.console)
+            self._told = max(0, len(self.run.evals) - 1)  # of a run that is taken up only where it stands
         elif self.run is not None:
             self.run.refresh()
         if self.run is not None and self.progress is not None:

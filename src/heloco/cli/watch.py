@@ -23,7 +23,7 @@ def add_watch_flags(made: Parser) -> None:
 
 
 def watch(parsed: argparse.Namespace) -> int:
-    mirrors: list["Mirror"] = []
+    mirrors: list[Mirror] = []
     with contextlib.ExitStack() as stack:
         folders = [here(run, parsed.token, stack, mirrors) for run in parsed.runs]
         return show(parsed, folders, lambda: next((why for mirror in mirrors if (why := mirror.lost())), ""))
