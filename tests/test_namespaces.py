@@ -113,5 +113,4 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
     ended, joined = serve.end(), join.end()
     assert ended.code == 0 and joined.code == 0, (ended, joined)
     assert re.search(r"The run has ended: finished\n$", joined.out), joined
-    assert not broken or "The run is back." in joined.out, joined
     assert_whole(run, ARRIVALS)

@@ -207,7 +207,6 @@ def test_serving_a_finished_run_says_so_and_changes_nothing(ended: Path) -> None
 @dataclass
 class Going(Served):
     worker: Program
-    watching: Program
     page: Program
 
 
@@ -217,12 +216,11 @@ def going(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Going
     folder = tmp_path_factory.mktemp("going") / "run"
     served = programs.serve(folder, *SMALL, "--seats", "2", "--arrivals", "150", "--patience", "1000")
     worker = programs.join(served, "--name", "guest")
-    watching = programs.heloco("watch", served.address, "--text", HELOCO_TOKEN=served.token)
     page = programs.heloco("watch", served.address, "--port", "0", HELOCO_TOKEN=served.token)
     wait_until(lambda: served.arrivals() >= 12, "twelve arrivals")
     worker.signal(signal.SIGSTOP)
     assert served.arrivals() < 140
-    return Going(**vars(served), worker=worker, watching=watching, page=page)
+    return Going(**vars(served), worker=worker, page=page)
 
 
 def test_status_shows_who_takes_part(going: Going) -> None:
@@ -232,7 +230,7 @@ def test_status_shows_who_takes_part(going: Going) -> None:
     assert done.code == 0 and found["ended"] == found["paused"] == "" and found["seats"] == 2
     assert machine["name"] == "guest" and machine["seat"] == 0 and machine["pace_s"] > 0
     assert found["participants"] == ["guest"] and found["participation_over"] == 8
-    assert machine["arrivals"] == found["arrivals"] == going.arrivals() and found["planned"] == 150
+    assert 12 <= machine["arrivals"] == found["arrivals"] <= going.arrivals() and found["planned"] == 150
     shown = going.ask("status").out
     assert "going" in shown and "guest" in shown and "1 machine for 2 workers, 1 contributed to the last 8 arrivals" in shown
 
@@ -275,7 +273,6 @@ def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
     answer = connection.getresponse()
     run = json.loads(going.ask("status", "--json").out)["run"]
     assert answer.status == 200 and f"run-{run[:8]}" in answer.read().decode()
-    going.watching.said(r"arrival     10/150")
 
 
 # ---- what is wrong, beside a run that goes on
@@ -365,11 +362,11 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     again = programs.serve(going.folder, port=going.port)
     assert again.token == going.token and again.address == going.address
     other = programs.join(again, "--name", "other")
+    watched = again.ask("watch", "--text")  # until the run has ended
+    assert watched.code == 0 and "arrival     10/150" in watched.out and "arrival    150/150" in watched.out, watched
     assert again.program.end().code == 0 and other.end().code == 0
     assert_whole(going.folder, 150)
     assert {line["machine"].partition("#")[0].partition("~")[0] for line in tape(going.folder)[half:]} == {"other"}
-    watched = going.watching.end()
-    assert watched.code == 0 and "arrival    150/150" in watched.out, watched
     going.page.signal(signal.SIGINT)
     assert going.page.end().code in (0, 130)
 
@@ -386,7 +383,7 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     again = programs.serve(run, port=served.port)
     assert again.program.end().code == 0
     done = worker.end()
-    assert done.code == 0 and "The run is back." in done.out and done.out.endswith("The run has ended: finished\n"), done
+    assert done.code == 0 and done.out.endswith("The run has ended: finished\n"), done
     assert_whole(run, 120)
 
 
@@ -469,7 +466,16 @@ def test_too_few_machines(tmp_path: Path) -> None:
 
 def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    served = programs.serve(run, "--task", "external", "--seats", "1", "--inner-steps", "5", "--arrivals", "6", "--device", "cpu")
+    settings = ("--task", "external", "--seats", "1", "--inner-steps", "5", "--arrivals", "6", "--device", "cpu")
+    early = programs.serve(run, *settings)
+    assert "join it from a training script" in early.ask("join").sentence
+    assert f"`heloco status {early.address}` shows" in early.ask("watch", "--text").sentence
+    early.program.signal(signal.SIGINT)
+    done = early.program.end()
+    assert done.code == 130 and f"the same command with --out {run} starts again" in done.out, done
+
+    served = programs.serve(run, *settings)
+    assert served.token == early.token
     script = Path(__file__).parents[1] / "examples" / "plain_loop.py"
     loop = programs.start(
         "loop", [sys.executable, str(script), "--steps", "100"], HELOCO_ADDRESS=served.address, HELOCO_TOKEN=served.token

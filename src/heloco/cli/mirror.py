@@ -44,6 +44,11 @@ class Mirror:
         began = time.monotonic()
         try:
             described = self.link.describe()
+            if described["external"]:
+                raise UserError(
+                    "This run trains the model that its machines bring, and nothing is evaluated where it is served: "
+                    f"`heloco status {self.link.address}` shows how it is doing."
+                )
             self.folder = self.folder.rename(self.folder.with_name(f"run-{described['run'][:8]}"))
             while not self.refresh() or not (self.folder / "evals.jsonl").stat().st_size:
                 if time.monotonic() - began > WAIT_S:

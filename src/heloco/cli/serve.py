@@ -90,7 +90,7 @@ def recipe_for(parsed: argparse.Namespace, local: int, door: "Door | None") -> "
     if seats:
         values |= {"paces": [1.0] * seats, "workers": 0}
     config = resolve(with_fields(RunConfig(), values))
-    if parsed.out:
+    if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
         RunFolder.check_free(parsed.out)
     return recipe_of(config, parsed.out or make_next(Path("runs"), config.outer.method), door=door)
 
@@ -181,7 +181,7 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
         if caught:
             engine.stop(f"{ON_PURPOSE}{signal.Signals(caught[0]).name}")
         if caught or ended.startswith(ON_PURPOSE):
-            print(f"Stopped and saved. `heloco serve {recipe.folder}` goes on.", flush=True)
+            print(how_to_go_on(recipe), flush=True)
         let_all_hear_of_it(engine)
         if caught:
             return 128 + caught[0]
@@ -195,6 +195,12 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
     if ended.startswith(ON_PURPOSE):  # `heloco stop`
         return 0
     raise UserError(f"The run has ended: {ended}")
+
+
+def how_to_go_on(recipe: "Recipe") -> str:
+    if recipe.again() is recipe and recipe.config:
+        return f"Stopped before a machine brought a model: the same command with --out {recipe.folder} starts again."
+    return f"Stopped and saved. `heloco serve {recipe.folder}` goes on."
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
