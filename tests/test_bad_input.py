@@ -265,7 +265,7 @@ def test_data_for_a_run_of_images_is_refused(tmp_path, nursery):
 def test_runs_that_cannot_be_looked_at_are_refused(command, tmp_path, unbroken):
     (tmp_path / "empty").mkdir()
     for folder in ("missing", "empty"):
-        says = f"{folder} is no run folder (it has no config.toml): give the folder that `heloco train` named."
+        says = f"{folder} is no run folder (it has no config.toml): give the folder that `heloco train` or `serve` named."
         refused(tmp_path, command, unbroken(), folder, says=says)
     refused(tmp_path, command, says="The following arguments are required: RUN.")
     images, text = unbroken("--task", "images", "--arrivals", "4"), unbroken()

@@ -236,8 +236,6 @@ def test_the_python_uses_what_the_package_has(readme):
 def test_the_python_runs(readme):
     """With a model, a loss and datasets of our own for the names that the README leaves to the reader."""
     model = nn.Linear(3, 1)
-    for p in model.parameters():
-        p.grad = torch.randn_like(p)
     data = [(torch.randn(3), torch.randn(1)) for _ in range(64)]
     names = {
         "model": model,
@@ -251,5 +249,7 @@ def test_the_python_runs(readme):
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
     }
     for block in python_blocks(readme):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
         exec(block, names)
     assert names["result"].tape[0]["staleness"] == 0

@@ -217,11 +217,20 @@ def announce(engine: Engine, recipe: "Recipe") -> None:
     if engine.news:
         print(engine.news)
     shown = reachable(engine.address, recipe)
+    if brought(recipe):
+        print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={engine.token}", flush=True)
+        return
     print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
     if recipe.door and recipe.door.page:
         from heloco.engine.cluster.gateway.credentials import view_key
 
         print(f"Live page:          {shown}/page?key={view_key(engine.token)}", flush=True)
+
+
+def brought(recipe: "Recipe") -> bool:
+    """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train, and no page."""
+    kept = Path(recipe.folder) / "config.toml"
+    return 'task = "external"' in (recipe.config or (kept.read_text() if kept.exists() else ""))
 
 
 def reachable(address: str, recipe: "Recipe") -> str:

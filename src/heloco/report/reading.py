@@ -98,7 +98,9 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         if not (path / CONFIG).is_file():
-            raise UserError(f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` named.")
+            raise UserError(
+                f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` or `serve` named."
+            )
         self.path = path
         self.name = path.resolve().name
         self.config: dict[str, dict[str, Any]] = _config(path / CONFIG)
@@ -205,6 +207,10 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     _check_comparable(runs)
     if not any(run.evals for run in runs):
         names = ", ".join(str(run.path) for run in runs)
+        if all(run.task()[0] == "external" for run in runs):
+            raise UserError(
+                f"Nothing is evaluated in {names}: its machines bring model and data. `heloco status` shows how it does."
+            )
         raise UserError(f"Nothing has been evaluated yet in {names}: wait for the first evaluation, or `heloco resume` the run.")
     return runs
 

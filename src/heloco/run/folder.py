@@ -68,7 +68,9 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         if not (path / CONFIG).is_file():
-            raise UserError(f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` named.")
+            raise UserError(
+                f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` or `serve` named."
+            )
         return cls(path)
 
     def config(self) -> RunConfig:

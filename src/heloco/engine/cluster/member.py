@@ -23,6 +23,10 @@ class Ended(Exception):
     """The run is over; the text says why."""
 
 
+class Stopped(Exception):
+    """This machine was asked to stop while the run could not be reached."""
+
+
 class NotHeld(Exception):
     """The round is not this machine's any more: it goes on with a fresh one."""
 
@@ -50,11 +54,12 @@ class Member:
         pace_s: float | None = None,
         patience_s: float = 3600.0,
         returning: str | None = None,
+        stopping: Callable[[], Any] = lambda: False,
         tell: Callable[[str], Any] = print,
     ) -> None:
         """`layout`: of the machine's own model, where it brings one. `patience_s`: how long to try to reach the run again."""
         self.link, self.name, self.layout, self.pace_s = link, name, layout, pace_s
-        self.patience_s, self.tell = patience_s, tell
+        self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
         self.machine = returning
         """The id that the run knows this machine by."""
         self.steps = 0
@@ -212,6 +217,8 @@ class Member:
                 why = str(error)
             except Denied as error:
                 if error.name not in ("disk", "busy", "rate"):
+                    if told:
+                        self.tell("The run is back.")
                     raise
                 why = str(error)
             if time.monotonic() - began > self.patience_s:
@@ -219,8 +226,8 @@ class Member:
             if why != told:
                 self.tell(f"{why} Trying again.")
                 told = why
-            if self._leaving.wait(pause_s):
-                raise RunStopped("left while the run was out of reach.")
+            if self._leaving.wait(pause_s) or self.stopping():
+                raise Stopped(why)
             pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
     # ---- signs of life

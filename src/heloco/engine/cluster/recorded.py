@@ -114,6 +114,11 @@ class RecordedRun:
         told = sum(1 for _ in read_lines(self.folder.path / TAPE))
         self.folder.start_writing(state["tape_bytes"], state["evals_bytes"])
         self._journal = Journal(self.folder.path)
+        if self._journal.last < state["journal"]:
+            raise UserError(
+                f"{self._journal.path} is cut short: it has {self._journal.last} events, and the last checkpoint was made after "
+                f"{state['journal']}. Restore it, or start the run anew."
+            )
         begun = sum(1 for _ in read_lines(self.folder.path / TAPE))
         received = 0
         for event in self._journal.read(state["journal"]):

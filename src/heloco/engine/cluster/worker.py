@@ -10,7 +10,7 @@ from torch import Tensor
 from heloco.engine.build import build_task, pick_device
 from heloco.engine.cluster.identity import Identity
 from heloco.engine.cluster.link import Link
-from heloco.engine.cluster.member import Ended, Member, NotHeld, Taken
+from heloco.engine.cluster.member import Ended, Member, NotHeld, Stopped, Taken
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.run.config import RunConfig, parse_toml, resolve, with_fields
@@ -68,7 +68,9 @@ class Worker:
         """Until the run ends (the answer says why) or a stop is requested (then what became of the round)."""
         identity = Identity(run, name)
         pace_s = self.measure_pace()
-        member = self._member = Member(link, name, pace_s=pace_s, returning=identity.machine, tell=self.tell, **options)
+        member = self._member = Member(
+            link, name, pace_s=pace_s, returning=identity.machine, stopping=lambda: self.stop_requested, tell=self.tell, **options
+        )
         answer = member.join()
         identity.keep(answer["machine"])
         where = f"worker {answer['seat']}" if answer["seat"] is not None else "a spare: all seats are taken"
@@ -82,6 +84,9 @@ class Worker:
             member.leave(self.stop_requested)
             identity.forget()
             return f"Left the run ({self.stop_requested}): {outcome}."
+        except Stopped:
+            member.leave(self.stop_requested)
+            return f"Left the run ({self.stop_requested}), which is out of reach: it will give what was under way to another."
         except Ended as end:
             member.leave()
             identity.forget()
