@@ -126,7 +126,7 @@ class Programs:
         where = [run] if (run / "config.toml").exists() else [*([config] if config else []), "--out", run]
         program = self.heloco("serve", *where, *settings, *HERE, "--port", port)
         found = program.said(r"(?:heloco join |HELOCO_ADDRESS=)(https://\S+) (?:--token |HELOCO_TOKEN=)(\S+)\n")
-        key = program.said(r"/page\?key=(\S+)\n")[1]
+        key = "" if found[0].startswith("HELOCO") else program.said(r"/page\?key=(\S+)\n")[1]  # no page for what scripts bring
         return Served(program, run, found[1], found[2], key)
 
     def join(self, served: Served, *more: str) -> Program:
