@@ -172,8 +172,12 @@ def _start(
         f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
         f"--temp-dir={folder}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
     ]  # fmt: skip
+    # Ray forks a server for each client in the midst of gRPC's threads: with gRPC's own help one in twenty does not come up.
+    environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
     with (folder / "start.log").open("wb") as log:
-        cluster._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        cluster._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
     cluster.address = _when_up(cluster, folder / _CURRENT)
     cluster.client_address = f"ray://{host}:{client_port}"
     _connect(ray, cluster, cluster.address)
@@ -235,12 +239,16 @@ def _settings(*, token: str = "", token_file: Path | None = None, tls: Tls | Non
 
 def _connect(ray: Any, cluster: Cluster, address: str) -> None:
     with _own_signals():
-        try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-        except RuntimeError as error:
-            raise _translated(error, cluster.address) from error
-        except (ConnectionError, ray.exceptions.RayError, OSError) as error:
-            raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
+        for last in (False, False, True):
+            try:
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                break
+            except RuntimeError as error:
+                raise _translated(error, cluster.address) from error
+            except (ConnectionError, ray.exceptions.RayError, OSError) as error:
+                if last or not address.startswith("ray://"):
+                    raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
+                ray.shutdown()  # the server that Ray starts for a client may fail once
     cluster._connected = True
     ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # it prints of every death, whatever it was told
 
