@@ -1,6 +1,7 @@
 """Shared by the tests: tiny runs of the real command line, in this process or in one that meets a fault; comparing runs."""
 
 import contextlib
+import fcntl
 import gc
 import hashlib
 import io
@@ -194,6 +195,29 @@ def assert_refused(around: Path, *arguments: str | Path, says: str, cwd: Path | 
     assert done.code == 2, (done.out, done.err)
     assert says in done.sentence
     assert digests(around) == before
+
+
+# ---- a real browser
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_browser() -> str | None:
+    return next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+@pytest.fixture(scope="session")
+def browser_path(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """The system's browser. Debian's chromium is installed where there is none and that may be done: once for all processes."""
+    if find_browser() is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        with (tmp_path_factory.getbasetemp().parent / "browser.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+            for command in (["apt-get", "update"], ["apt-get", "install", "--yes", "--no-install-recommends", "chromium"]):
+                if find_browser() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        subprocess.run(command, env=quiet, capture_output=True, timeout=240)
+    return find_browser()
 
 
 # ---- the command line in processes that meet a fault

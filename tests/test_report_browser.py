@@ -19,16 +19,14 @@ HELOCO = ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20", "--e
 MLA = (*HELOCO, "--method", "mla")
 EVIL = "<script>alert('1')<b>"
 CHARTS = ["scores", "sources", "norms", "traffic", "timeline", "staleness", "histogram", "shares", "training", "correction"]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def browser(browser_path: str | None) -> Iterator[Any]:
     """A browser of the system, or the one that `playwright install chromium` brought."""
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     with playwright.sync_playwright() as started:
         try:
-            made = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+            made = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
         yield made

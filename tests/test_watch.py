@@ -107,12 +107,11 @@ def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) ->
         assert get(served, path).status == 404
 
 
-def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path) -> None:
+def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path, browser_path: str | None) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
     with playwright.sync_playwright() as started:
         try:
-            browser = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+            browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
         page = browser.new_page()

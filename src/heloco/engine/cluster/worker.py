@@ -71,12 +71,12 @@ class Worker:
         member = self._member = Member(
             link, name, pace_s=pace_s, returning=identity.machine, stopping=lambda: self.stop_requested, tell=self.tell, **options
         )
-        answer = member.join()
-        identity.keep(answer["machine"])
-        where = f"worker {answer['seat']}" if answer["seat"] is not None else "a spare: all seats are taken"
-        self.tell(f"Joined {link.address} as {where}, {member.pace_s:.3g} s per step.")
         outcome = "nothing was under way"
         try:
+            answer = member.join()
+            identity.keep(answer["machine"])
+            where = f"worker {answer['seat']}" if answer["seat"] is not None else "a spare: all seats are taken"
+            self.tell(f"Joined {link.address} as {where}, {pace_s:.3g} s per step.")
             while (taken := member.take(lambda: bool(self.stop_requested))) is not None:
                 outcome = self._round(member, taken)
                 if self.stop_requested:

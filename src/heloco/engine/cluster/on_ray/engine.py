@@ -75,6 +75,9 @@ class RayEngine:
         self._ray = require_ray()
         self._own_cluster = cluster is None
         self.cluster: Cluster = cluster or start_ray(address, **(ray if address else self._options))
+        self._start(workers)
+
+    def _start(self, workers: int) -> None:
         try:
             self._check_free()
             self._begin()
