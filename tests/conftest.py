@@ -24,6 +24,9 @@ from heloco.cli.main import run
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: its interpreter then runs the kernels here
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as whoever runs tests in several processes likes to have it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 TINY_MODEL = (
     "--preset", "1m", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--eval-windows", "4",
 )  # fmt: skip
