@@ -164,9 +164,10 @@ class Service(Attendance):
     def close(self) -> None:
         with self.lock:
             for incoming in self._incoming.values():
-                incoming.close(remove=False)  # the journal may have it already; if not, it is removed when the run is taken up
+                incoming.close(remove=False)  # the journal may have it already
             self._incoming.clear()
             if self.recorded is not None:
+                self.recorded.journal.remove_unfinished()
                 self.recorded.close()
 
     def read(self, name: str, offset: int) -> bytes:
