@@ -5,15 +5,19 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
     from heloco.engine.cluster.link import Link
+
+
+T = TypeVar("T")
 
 
 def add_address_flags(made: Parser) -> None:
@@ -44,12 +48,12 @@ def linked(parsed: argparse.Namespace) -> "Link":
     return connect(address.rstrip("/"), parsed.token)
 
 
-def answered(link: "Link", ask: "object") -> object:
+def answered(ask: Callable[[], T]) -> T:
     """One request, for commands that do not wait for a run to come back."""
     from heloco.engine.cluster.link import Denied, LinkDown
 
     try:
-        return ask(link)  # type: ignore[operator]
+        return ask()
     except LinkDown as error:
         raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
     except Denied as error:
@@ -68,8 +72,7 @@ def join(parsed: argparse.Namespace) -> int:
     except ValueError:
         raise UserError(f"patience cannot be {parsed.patience!r}: give seconds.") from None
     link = linked(parsed)
-    described = answered(link, lambda link: link.describe())
-    assert isinstance(described, dict)
+    described = answered(link.describe)
     if described["ended"]:
         raise UserError(f"The run has ended: {described['ended']}")
     if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -99,8 +102,7 @@ def status(parsed: argparse.Namespace) -> int:
 
     from heloco.cli.serve_view import machines_table, status_lines
 
-    found = answered(linked(parsed), lambda link: link.status())
-    assert isinstance(found, dict)
+    found = answered(linked(parsed).status)
     if parsed.json:
         print(json.dumps(found))
         return 0
@@ -111,7 +113,7 @@ def status(parsed: argparse.Namespace) -> int:
 
 
 def stop(parsed: argparse.Namespace) -> int:
-    answered(linked(parsed), lambda link: link.stop("stopped by `heloco stop`"))
+    answered(lambda: linked(parsed).stop("stopped by `heloco stop`"))
     print("The run is stopped and saved: `heloco serve` with its folder goes on.")
     return 0
 

@@ -57,10 +57,10 @@ def old_run(task: Task, folder: RunFolder, config: RunConfig, observers: list[Ob
     return _begun(recorded_run(task, config, folder, observers), config, folder)
 
 
-def _begun(run: RecordedRun, config: RunConfig, folder: RunFolder) -> Service:
+def _begun(run: RecordedRun, config: RunConfig, folder: RunFolder, found: Any = None) -> Service:
     try:
         run.begin()
-        return Service(run, config, folder.path, task_digest=run.task_digest)
+        return Service(run, config, folder.path, task_digest=run.task_digest, found=found)
     except BaseException:
         run.close()
         raise
@@ -114,7 +114,7 @@ def external_run(config: RunConfig, path: Path, observers: list[Observer] | None
     if (path / "config.toml").exists():
         folder = RunFolder.open(path)
         run = made(remembered(folder), folder)
-        return _serving(_begun(run, config, folder), found)
+        return _begun(run, config, folder, found)
     path.mkdir(parents=True, exist_ok=True)
     RunFolder.check_free(path, among=_OURS)
     return Service(None, config, path, task_digest=task.digest, found=found)
@@ -122,11 +122,6 @@ def external_run(config: RunConfig, path: Path, observers: list[Observer] | None
 
 _OURS = ("run-id", "model.partial", "credentials", "workers", "ray")
 """What may lie in the folder before the model is there."""
-
-
-def _serving(service: Service, found: Any) -> Service:
-    service._found = found
-    return service
 
 
 def _described(task: Any, config: RunConfig, model: Brought) -> dict[str, Any]:
