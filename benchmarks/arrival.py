@@ -4,7 +4,8 @@
 
 The synchronizer runs in a process of its own. A machine hands a pseudo-gradient in, has it acknowledged, and gets the next round
 with the model it starts from; no training in between. Beside it, in the same run: a copy of the same bytes in memory both ways,
-the same outer step, and the same bytes written to the same disk with fsync. Medians.
+the same outer step, and the same bytes written to the same disk with fsync ("floor"); and the same with what the link alone takes
+for these bytes instead of the copies: TLS between two plain sockets, or Ray's store ("link"). Medians.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import transport
+from heloco.engine.cluster.on_ray.actor import memory_of
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.disk import write_all
@@ -91,6 +95,9 @@ def floor(blocks: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, fl
     return {**found, "sum_s": sum(found.values())}
 
 
+NO_FLOOR = dict.fromkeys(("copies_s", "outer_step_s", "write_and_fsync_s", "sum_s"), math.nan)
+
+
 # ---- the real thing
 
 
@@ -123,10 +130,10 @@ def over_https(folder: Path, measure: Measure, workers: int = 2) -> dict[str, An
 
 
 def over_ray(folder: Path, measure: Measure, workers: int = 2) -> dict[str, Any]:
-    from heloco.engine.cluster.host import recipe_of
+    from heloco.engine.cluster.host import Door, recipe_of
     from heloco.engine.cluster.on_ray import RayEngine, RayLink
 
-    engine = RayEngine(recipe_of(config(workers), folder / "run"), workers=0)
+    engine = RayEngine(recipe_of(config(workers), folder / "run", door=Door("127.0.0.1", 0)), workers=0)
     try:
         return measure(lambda: RayLink(name=engine.name), engine.pid)
     finally:
@@ -134,6 +141,33 @@ def over_ray(folder: Path, measure: Measure, workers: int = 2) -> dict[str, Any]
 
 
 LINKS = {"https": over_https, "ray": over_ray}
+TRANSPORTS = {"https": transport.over_tls, "ray": transport.over_ray}
+
+
+class Memory(threading.Thread):
+    """What a process holds at most, looked at again and again: all of it as the kernel has it, what is its own, mapped files, and
+    memory that it shares with others (Ray's object store). The parts' peaks need not be of the same moment."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.over = pid, threading.Event()
+        self.peaks: dict[str, int] = {}
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(0.002):
+            self.look()
+
+    def look(self) -> None:
+        found = memory_of(self.pid)
+        for what, size in (found | {"own_and_files": found["own"] + found["files"]}).items():
+            self.peaks[what] = max(size, self.peaks.get(what, 0))
+
+    def end(self) -> dict[str, int]:
+        self.over.set()
+        self.join()
+        self.look()
+        return self.peaks
 
 
 def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> dict[str, Any]:
@@ -149,6 +183,7 @@ def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> d
         for name, t in blocks.items()
     }
     handed = link.next_round(machine, 5.0)
+    memory = Memory(pid)
     times: dict[str, list[float]] = {"hand_in_s": [], "next_round_s": [], "fetch_s": [], "arrival_s": []}
     for _ in range(arrivals):
         link.beat(machine, 0, 1.0)
@@ -164,13 +199,13 @@ def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> d
         for name, a, b in zip(times, marks, marks[1:], strict=False):
             times[name].append(b - a)
         times["arrival_s"].append(marks[-1] - marks[0])
-    peak = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    peaks = memory.end()
     link.leave(machine, "over")
     link.close()
     size = sum(len(piece) for piece in pieces(layout, blocks))
     return {
         **{name: statistics.median(found) for name, found in times.items()},
-        "peak_x_model": int(peak.split()[1]) * 1024 / size,
+        **{f"{what}_x_model": peak / size for what, peak in peaks.items()},
     }
 
 
@@ -183,26 +218,48 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the numbers here")
     given = parser.parse_args()
     results: list[dict[str, Any]] = []
-    print("model   link   hand in     round     fetch   arrival     floor  ratio   memory")
+    columns = ("hand in", "round", "fetch", "arrival", "floor", "ratio", "link", "ratio")
+    print(" " * 13 + "".join(f"{c:>7}" if c == "ratio" else f"{c:>9}" for c in columns) + "  memory × model")
     for name in given.models:
         blocks = blocks_of(name)
         for kind in given.links:
-            folder = Path(tempfile.mkdtemp(dir=given.folder))
-            try:
-                least = floor(blocks, folder, given.arrivals) if name != "1b" else {"sum_s": math.nan}
-                found = LINKS[kind](folder, lambda new, pid, b=blocks: measured(new(), pid, b, given.arrivals))  # type: ignore[misc]
-                least_again = floor(blocks, folder, given.arrivals) if name != "1b" else least
-            finally:
-                shutil.rmtree(folder)
-            bottom = statistics.mean((least["sum_s"], least_again["sum_s"]))
-            ratio = found["arrival_s"] / bottom
-            results.append({"model": name, "link": kind, **found, "floor": least, "ratio": ratio})
-            shown = " ".join(f"{found[n] * 1e3:7.1f}ms" for n in ("hand_in_s", "next_round_s", "fetch_s", "arrival_s"))
-            print(f"{name:>6} {kind:>6} {shown} {bottom * 1e3:7.1f}ms {ratio:6.2f} {found['peak_x_model']:6.2f} ×", flush=True)
+            results.append(row(name, kind, blocks, given.arrivals, given.folder))
+            print(shown(results[-1]), flush=True)
     if given.out:
         given.out.write_text(
             json.dumps({"results": results, "python": sys.version.split()[0], "torch": torch.__version__}, indent=1)
         )
+
+
+def row(name: str, kind: str, blocks: dict[str, Tensor], arrivals: int, disk: Path | None) -> dict[str, Any]:
+    """The floors are measured before and after: the disk has its moods."""
+    size = 4 * sum(t.numel() for t in blocks.values())
+
+    def both(new: Callable[[], Any], pid: int) -> dict[str, Any]:
+        found = measured(new(), pid, blocks, arrivals)
+        return found | {"transport": TRANSPORTS[kind](size, arrivals)}
+
+    folder = Path(tempfile.mkdtemp(dir=disk))
+    try:
+        before = floor(blocks, folder, arrivals) if name != "1b" else NO_FLOOR
+        found = LINKS[kind](folder, both)
+        after = floor(blocks, folder, arrivals) if name != "1b" else NO_FLOOR
+    finally:
+        shutil.rmtree(folder)
+    least = {part: statistics.mean((before[part], after[part])) for part in before}
+    with_link = sum(found["transport"].values()) + least["outer_step_s"] + least["write_and_fsync_s"]
+    ratios = {"ratio": found["arrival_s"] / least["sum_s"], "ratio_with_link": found["arrival_s"] / with_link}
+    return {"model": name, "link": kind, **found, "floor": least, "floor_with_link_s": with_link, **ratios}
+
+
+def shown(row: dict[str, Any]) -> str:
+    def ms(seconds: float) -> str:
+        return f"{seconds * 1e3:7.1f}ms"
+
+    memory = " ".join(f"{what} {row[f'{what}_x_model']:.2f}" for what in ("peak", "own", "files", "shared"))
+    times = "".join(ms(row[what]) for what in ("hand_in_s", "next_round_s", "fetch_s", "arrival_s"))
+    floors = f"{ms(row['floor']['sum_s'])}{row['ratio']:7.2f}{ms(row['floor_with_link_s'])}{row['ratio_with_link']:7.2f}"
+    return f"{row['model']:>6} {row['link']:>6}{times}{floors}  {memory}"
 
 
 if __name__ == "__main__":

@@ -19,6 +19,9 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from conftest import Done, Fault, assert_refused, digests, evals, heloco, outcome, tape, train, write_text  # noqa: E402
 from heloco.engine.build import build_task, load_model  # noqa: E402
+from heloco.engine.cluster.host import Host, recipe_of  # noqa: E402
+from heloco.engine.cluster.link import LocalLink  # noqa: E402
+from heloco.engine.cluster.worker import Worker, task_of  # noqa: E402
 from heloco.errors import UserError  # noqa: E402
 from heloco.run import RunConfig, RunFolder, resolve, with_fields  # noqa: E402
 from heloco.run.config import read_toml  # noqa: E402
@@ -232,6 +235,36 @@ def test_the_models_own_tokenizer_is_used_unless_another_is_named(models, text, 
         [ours] = load_tokenizer(tokenizer).encode_batch(["the das of"])
         assert theirs("the das of", add_special_tokens=False)["input_ids"] == ours.tolist()
         assert theirs.eos_token == ("</s>" if not named else "<|endoftext|>")
+
+
+def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
+    model = Path(shutil.copytree(models["gpt2"], tmp_path / "head"))
+    write_words(model / "tokenizer.json")
+    values = {
+        "hf": str(model),
+        "data": str(text),
+        "paces": [1.0],
+        "arrivals": 3,
+        "inner_steps": 2,
+        "batch_size": 2,
+        "context": 16,
+    }
+    config = resolve(with_fields(RunConfig(), {**values, "eval_every": 0, "device": "cpu"}))
+    host = Host(recipe_of(config, tmp_path / "run"))
+    try:
+        described = host.service.describe()
+        here = model.rename(tmp_path / "here")
+        with pytest.raises(UserError, match="head"):
+            task_of(described, device="cpu")
+        task, config = task_of(described, hf=str(here), device="cpu")
+        assert config.data.tokenizer == str(here / "tokenizer.json")
+        worker = Worker(task, config, tell=lambda _: None)
+        assert "finished" in worker.run(LocalLink(host.service), "here", described["run"])
+        gpt2_config(n_inner=64, vocab_size=400).save_pretrained(here)
+        with pytest.raises(UserError, match="--hf DIR"):
+            task_of(described, hf=str(here), device="cpu")
+    finally:
+        host.close()
 
 
 def test_a_model_on_the_hub_is_pinned_to_its_commit(models, trained, tmp_path, monkeypatch):

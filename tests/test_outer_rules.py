@@ -3,6 +3,8 @@
 import copy
 import io
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -732,3 +734,19 @@ def test_blocks_do_not_influence_each_other() -> None:
     moved = run(both, together, [[u, v]])
     assert [x.case for x in both.outcomes] == ["damped", "kept"]
     assert_same(moved[1:], run(one, [alone], [[v]]))
+
+
+def test_an_outer_optimizer_does_not_bring_torchs_compiler_in():
+    """It would take 150 MB and a second in every synchronizer."""
+    script = """
+import sys
+import torch
+from heloco.methods import METHODS
+parameters = [torch.nn.Parameter(torch.ones(3))]
+for method in METHODS.values():
+    outer = method.build(parameters, workers=2)
+    outer.step(weight=0.5, pseudo_gradients=[torch.ones(3)])
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

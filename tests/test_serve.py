@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 from conftest import TINY_MODEL, Done, assert_refused, checkpoints, evals, heloco, tape, write_text
+from heloco.cli.mirror import GROWING, WHOLE, Mirror
 from heloco.engine.cluster.connect import connect
+from heloco.engine.cluster.gateway.client import HttpsLink
 
 for part in ("uvicorn", "starlette", "httpx", "cryptography"):
     pytest.importorskip(part, reason=f"{part} is not installed")
@@ -126,8 +128,7 @@ class Programs:
         where = [run] if (run / "config.toml").exists() else [*([config] if config else []), "--out", run]
         program = self.heloco("serve", *where, *settings, *HERE, "--port", port)
         found = program.said(r"(?:heloco join |HELOCO_ADDRESS=)(https://\S+) (?:--token |HELOCO_TOKEN=)(\S+)\n")
-        key = "" if found[0].startswith("HELOCO") else program.said(r"/page\?key=(\S+)\n")[1]  # no page for what scripts bring
-        return Served(program, run, found[1], found[2], key)
+        return Served(program, run, found[1], found[2], program.said(r"/page\?key=(\S+)\n")[1])
 
     def join(self, served: Served, *more: str) -> Program:
         return self.heloco("join", served.address, *more, HELOCO_TOKEN=served.token)
@@ -186,9 +187,19 @@ def test_replay_in_json(ended: Path) -> None:
 def test_a_real_run_is_reported_and_compared(ended: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="plotly is not installed")
     done = heloco("report", ended, "--out", tmp_path / "report.html")
-    assert done.code == 0 and "<html" in (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text()
+    data = json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[0])
+    assert done.code == 0 and "real time (s)" in json.dumps(data) and "virtual" not in json.dumps(data)
+    rows = [[cell["text"] for cell in row] for row in data["tables"][1]["rows"]]
+    assert [row[0] for row in rows] == ["local-0", "local-1"] and sum(int(row[2]) for row in rows) == 40
+    assert "are here" in data["tables"][2]["rows"][0][-1]["text"]  # until the first machine came, the run paused
     done = heloco("compare", ended, ended)
-    assert done.code == 0 and "run" in done.out, done.err
+    assert done.code == 0 and "s of real time" in done.out, done.err
+    simulated = ("--arrivals", "4", "--paces", "1,2", "--out", tmp_path / "simulated")
+    assert heloco("train", *SMALL, *simulated).code == 0
+    assert "Virtual seconds are not real ones" in heloco("compare", ended, tmp_path / "simulated", "--format", "markdown").out
+    assert heloco("report", ended, tmp_path / "simulated", "--out", tmp_path / "both.html").code == 0
+    assert "Simulated time is not real time: run ran on real machines." in (tmp_path / "both.html").read_text()
 
 
 def test_a_real_run_goes_on_with_serve_only(ended: Path) -> None:
@@ -231,6 +242,7 @@ def test_status_shows_who_takes_part(going: Going) -> None:
     assert machine["name"] == "guest" and machine["seat"] == 0 and machine["pace_s"] > 0
     assert found["participants"] == ["guest"] and found["participation_over"] == 8
     assert 12 <= machine["arrivals"] == found["arrivals"] <= going.arrivals() and found["planned"] == 150
+    assert machine["share"] == 1 and 0 < machine["per_minute"] == found["per_minute"]
     shown = going.ask("status").out
     assert "going" in shown and "guest" in shown and "1 machine for 2 workers, 1 contributed to the last 8 arrivals" in shown
 
@@ -273,6 +285,18 @@ def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
     answer = connection.getresponse()
     run = json.loads(going.ask("status", "--json").out)["run"]
     assert answer.status == 200 and f"run-{run[:8]}" in answer.read().decode()
+
+
+def test_what_is_watched_is_what_is_there(going: Going) -> None:
+    there = Path(json.loads(going.ask("status", "--json").out)["folder"])
+    mirror = Mirror(HttpsLink(going.address, going.token))
+    mirror.start()
+    try:
+        for name in (*WHOLE, *GROWING):
+            found = (mirror.folder / name).read_bytes() if (mirror.folder / name).exists() else b""
+            assert (there / name).read_bytes().startswith(found) and (found or name == "tape.jsonl"), name
+    finally:
+        mirror.close()
 
 
 # ---- what is wrong, beside a run that goes on
@@ -468,13 +492,14 @@ def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -
     settings = ("--task", "external", "--seats", "1", "--inner-steps", "5", "--arrivals", "6", "--device", "cpu")
     early = programs.serve(run, *settings)
     assert "join it from a training script" in early.ask("join").sentence
-    assert f"`heloco status {early.address}` shows" in early.ask("watch", "--text").sentence
+    assert "no machine has brought its model yet" in get(early, f"/page/?key={early.key}")[1]
     early.program.signal(signal.SIGINT)
     done = early.program.end()
     assert done.code == 130 and f"the same command with --out {run} starts again" in done.out, done
 
     served = programs.serve(run, *settings)
     assert served.token == early.token
+    watching = programs.heloco("watch", served.address, "--text", HELOCO_TOKEN=served.token)  # waits for a model
     script = Path(__file__).parents[1] / "examples" / "plain_loop.py"
     loop = programs.start(
         "loop", [sys.executable, str(script), "--steps", "100"], HELOCO_ADDRESS=served.address, HELOCO_TOKEN=served.token
@@ -484,3 +509,6 @@ def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -
     assert done.code == 0 and "29 steps, the last loss is" in done.out and "After 6 contributions from here" in done.out, done
     assert_whole(run, 6)
     assert {line["worker"] for line in tape(run)} == {0} and all(line["loss"] > 0 for line in tape(run))
+    watched = watching.end()
+    assert watched.code == 0 and "arrival      6/6  real " in watched.out and "mean training loss" in watched.out, watched
+    assert "mean training loss" in served.program.out.read_text()

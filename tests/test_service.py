@@ -1,5 +1,6 @@
 """The service around the synchronizer: exactly once, elastic, honest; what is wrong is refused by name and changes nothing."""
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from conftest import fill_disk, tape
 from heloco.engine.cluster.link import LocalLink, digest_of
 from heloco.engine.cluster.service import Denied
 from heloco.engine.cluster.serving import external_run
+from heloco.run.journal import read_events
 from heloco.run.tensors import Layout, pieces
 from small_cluster import NAMES, Clock, Hand, delta, model, opened
 
@@ -351,6 +353,36 @@ def test_a_run_without_enough_machines_pauses_and_goes_on_when_they_are_there(tm
     assert one.hand_in(delta(1))["verdict"] == "applied"  # what is under way still counts
     assert "wait" in one.take()
     assert service.status()["paused"]
+
+
+def test_a_pause_that_a_kill_fell_into_ends_when_the_run_goes_on(tmp_path, clock):
+    """With a checkpoint behind the pause, and without."""
+    for arrivals_before, folder in ((1, "journal"), (4, "checkpoint")):
+        service = opened(tmp_path / folder, clock, min_workers=2, participation=100)
+        one, two = Hand(service, "one"), Hand(service, "two")
+        for seed in range(arrivals_before):
+            one.work(seed)
+        service.leave(two.machine)
+        service.tick()
+        assert service.paused == "1 of at least 2 machines are here"
+        service.close()  # without an end: a kill does no more
+        service = opened(tmp_path / folder, clock, min_workers=2, participation=100)
+        assert service.paused == "1 of at least 2 machines are here"
+        Hand(service, "two"), Hand(service, "one")
+        assert not service.paused
+        events = (event for event, _, _ in read_events(tmp_path / folder / "journal" / "events.jsonl"))
+        noted = [event["reason"] for event in events if event["event"] in ("pause", "go-on")]
+        assert noted[-2:] == ["1 of at least 2 machines are here", ""] and all(a != b for a, b in itertools.pairwise(noted))
+
+
+def test_one_that_comes_back_under_another_id_counts_once(tmp_path, clock):
+    service = opened(tmp_path / "run", clock)
+    for seed in range(3):
+        hand = Hand(service, "one")
+        hand.work(seed)
+        service.leave(hand.machine)
+    assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1]
+    assert len({line["machine"] for line in tape(tmp_path / "run")}) == 3
 
 
 def test_a_pause_that_lasts_too_long_ends_the_run_and_it_can_be_taken_up(tmp_path, clock):

@@ -29,6 +29,8 @@ def add_address_flags(made: Parser) -> None:
 def add_join_flags(made: Parser) -> None:
     add_address_flags(made)
     made.add_argument("--data", metavar="DIR", help="where the run's text is on this machine [as in the run's config]")
+    made.add_argument("--tokenizer", metavar="FILE", help="where the run's tokenizer is on this machine [as in the run's config]")
+    made.add_argument("--hf", metavar="DIR", help="where the run's Hugging Face model is here [as in the run's config]")
     made.add_argument("--device", metavar="TEXT", default="auto", help="cpu, cuda, cuda:1, or auto [auto]")
     made.add_argument("--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]")
     made.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try when the run is out of reach [3600]")
@@ -78,7 +80,9 @@ def join(parsed: argparse.Namespace) -> int:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     with preparing() as progress:
-        task, config = task_of(described, data=parsed.data, device=parsed.device, progress=progress)
+        task, config = task_of(
+            described, data=parsed.data, tokenizer=parsed.tokenizer, hf=parsed.hf, device=parsed.device, progress=progress
+        )
     worker = Worker(task, config, tell=lambda text: print(text, flush=True))
 
     def stop(number: int, _: FrameType | None) -> None:

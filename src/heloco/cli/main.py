@@ -99,7 +99,7 @@ def parser() -> Parser:
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
-    add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of virtual time."))
+    add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))
     add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
     return top
 

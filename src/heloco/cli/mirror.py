@@ -1,8 +1,9 @@
-"""A run that is served elsewhere, as a folder here: its config, tape and evaluations, as they grow."""
+"""A run that is served elsewhere, as a folder here: its config, tape, evaluations and events, as they grow."""
 
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from heloco.errors import UserError
 if TYPE_CHECKING:
     from heloco.engine.cluster.link import Link
 
-WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl")
+WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal/events.jsonl")
 EVERY_S = 0.5
 WAIT_S = 120.0
+CLOSING_S = 2.0
 LOST_S = 60.0
 """Out of reach for so long, a run is taken for gone: a crash and a restart take less."""
 
@@ -28,6 +30,7 @@ class Mirror:
         self.folder.mkdir()
         self._over = threading.Event()
         self._reached_s = time.monotonic()
+        self._following: threading.Thread | None = None
 
     def lost(self) -> str:
         """Why nothing more is to be expected; empty as long as something is."""
@@ -44,35 +47,39 @@ class Mirror:
         began = time.monotonic()
         try:
             described = self.link.describe()
-            if described["external"]:
-                raise UserError(
-                    "This run trains the model that its machines bring, and nothing is evaluated where it is served: "
-                    f"`heloco status {self.link.address}` shows how it is doing."
-                )
             self.folder = self.folder.rename(self.folder.with_name(f"run-{described['run'][:8]}"))
-            while not self.refresh() or not (self.folder / "evals.jsonl").stat().st_size:
+            external = described["external"]
+            missing = "No machine has brought its model yet" if external else "Nothing has been evaluated yet"
+            while not self.has(WHOLE if external else (*WHOLE, "evals.jsonl")):
                 if time.monotonic() - began > WAIT_S:
-                    raise UserError(f"Nothing has been evaluated yet at {self.link.address}: try again later.")
+                    raise UserError(f"{missing} at {self.link.address}: try again later.")
                 time.sleep(EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
         except Denied as error:
             raise UserError(str(error)) from error
         self._reached_s = time.monotonic()
-        threading.Thread(target=self._follow, name="heloco-mirror", daemon=True).start()
+        self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
+        self._following.start()
 
-    def refresh(self) -> bool:
-        """Whether all files are there."""
+    def has(self, wanted: Sequence[str]) -> bool:
+        """Whether there is something of these files, now that it was looked."""
+        self.refresh()
+        return all((self.folder / name).exists() for name in wanted)
+
+    def refresh(self) -> None:
         for name in (*WHOLE, *GROWING):
-            path = self.folder / name
-            if name in WHOLE and path.exists():
-                continue
-            size = path.stat().st_size if path.exists() else 0
-            while more := self.link.read(name, size):
-                with path.open("ab") as file:
-                    file.write(more)
-                size += len(more)
-        return all((self.folder / name).exists() for name in (*WHOLE, *GROWING))
+            if name in GROWING or not (self.folder / name).exists():
+                self._read_on(name)
+
+    def _read_on(self, name: str) -> None:
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else 0
+        while more := self.link.read(name, size):
+            path.parent.mkdir(exist_ok=True)
+            with path.open("ab") as file:
+                file.write(more)
+            size += len(more)
 
     def _follow(self) -> None:
         from heloco.engine.cluster.link import Denied, LinkDown
@@ -86,5 +93,7 @@ class Mirror:
 
     def close(self) -> None:
         self._over.set()
+        if self._following is not None:
+            self._following.join(CLOSING_S)  # it may be writing into what goes now
         self.link.close()
         self._made.cleanup()

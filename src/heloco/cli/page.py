@@ -5,7 +5,7 @@ from typing import Any
 
 
 def page_of(folder: Path) -> Any:
-    """An ASGI app with the run's page, from when its first evaluation is there."""
+    """An ASGI app with the run's page, from when its first evaluation is there; where none is made, from when it has a model."""
     from heloco.report.live import app_of_folder
 
     return app_of_folder(folder)

@@ -46,7 +46,7 @@ def write(out: Path, page: str) -> None:
 def add_compare_flags(made: Parser) -> None:
     made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
     made.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
-    made.add_argument("--at-time", metavar="S", help="the budget of virtual seconds [what all runs reached]")
+    made.add_argument("--at-time", metavar="S", help="the budget of seconds, virtual or real [what all runs reached]")
     made.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
 
 

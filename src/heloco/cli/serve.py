@@ -219,8 +219,8 @@ def announce(engine: Engine, recipe: "Recipe") -> None:
     shown = reachable(engine.address, recipe)
     if brought(recipe):
         print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={engine.token}", flush=True)
-        return
-    print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
+    else:
+        print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
     if recipe.door and recipe.door.page:
         from heloco.engine.cluster.gateway.credentials import view_key
 
@@ -228,7 +228,7 @@ def announce(engine: Engine, recipe: "Recipe") -> None:
 
 
 def brought(recipe: "Recipe") -> bool:
-    """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train, and no page."""
+    """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train."""
     kept = Path(recipe.folder) / "config.toml"
     return 'task = "external"' in (recipe.config or (kept.read_text() if kept.exists() else ""))
 

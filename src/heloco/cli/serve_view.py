@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from heloco.report.reading import CONFIG, META, Run
-from heloco.report.terminal import Progress, duration, tables
+from heloco.report.terminal import Progress, duration, number, tables
 
 if TYPE_CHECKING:
     from heloco.cli.serve import Engine
@@ -61,7 +62,7 @@ class View:
         if self.run is None and (self.folder / CONFIG).exists() and (self.folder / META).exists():
             self.run = Run(self.folder)
             self.progress = Progress(self.run.summary, self.run.planned or 0, self.console)
-            self._told = max(0, len(self.run.evals) - 1)  # of a run that is taken up only where it stands
+            self._told = max(0, len(self.run.progress_lines) - 1)  # of a run that is taken up only where it stands
         elif self.run is not None:
             self.run.refresh()
         if self.run is not None and self.progress is not None:
@@ -85,33 +86,57 @@ class View:
             self._paused = status["paused"]
             print(f"The run pauses: {self._paused}." if self._paused else "The run goes on.", flush=True)
         if self.run is not None and self.progress is not None:
-            for line in self.run.evals[self._told :]:
+            for line in self.run.progress_lines[self._told :]:
                 self.progress.tell(line)
-            self._told = len(self.run.evals)
+            self._told = len(self.run.progress_lines)
 
 
 def machines(count: int) -> str:
     return "1 machine" if count == 1 else f"{count} machines"
 
 
-def machines_table(status: dict[str, Any]) -> Table:
+def machines_table(status: dict[str, Any]) -> RenderableType:
     """Who is here, what they do, and who contributed lately."""
     over = status["participation_over"]
     lately = f"{len(status['participants'])} contributed to the last {over} arrivals" if over else "nobody has contributed yet"
     workers = "1 worker" if status["seats"] == 1 else f"{status['seats']} workers"
-    title = f"{machines(len(status['machines']))} for {workers}, {lately}"
-    if status["paused"]:
-        title = f"[yellow]paused: {status['paused']}[/]\n{title}"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), header_style="dim")
-    for name in ("machine", "worker", "doing", "pace", "arrivals", "heard of"):
-        table.add_column(name, justify="left" if name in ("machine", "doing") else "right")
+    title = Text(f"{machines(len(status['machines']))} for {workers}, {lately}{per_minute(status)}", "italic")
+    above = [Text(f"paused: {status['paused']}", "yellow")] if status["paused"] else []
+    table = Table(box=None, padding=(0, 1), header_style="dim")
+    for name in ("machine", "worker", "doing", "pace", "arrivals", "share", "stale", "per min", "heard of"):
+        left = name in ("machine", "doing")
+        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="ellipsis")
     for machine in status["machines"]:
-        held = machine["round"]
-        doing = f"round {held[1]} of worker {held[0]}, step {machine['steps']}" if held else "waits"
-        pace = "–" if machine["pace_s"] is None else f"{machine['pace_s']:.3g} s"
-        seat = "spare" if machine["seat"] is None else str(machine["seat"])
-        table.add_row(machine["name"], seat, doing, pace, str(machine["arrivals"]), f"{machine['silent_s']:.0f} s ago")
-    return table
+        table.add_row(*map(Text, _machine_cells(machine)))
+    said = f"share, mean staleness and arrivals per minute: over the last {over} arrivals"
+    parts: list[RenderableType] = [*above, title]
+    if status["machines"]:
+        parts += [table, *([Text(said, "dim")] if over else [])]
+    return Group(*parts)
+
+
+def _machine_cells(machine: dict[str, Any]) -> list[str]:
+    held, seat, share = machine["round"], machine["seat"], machine["share"]
+    return [
+        machine["name"],
+        ("spare" if seat is None else str(seat)) + (f", now {held[0]}" if held and held[0] != seat else ""),
+        f"step {machine['steps']}" if held else "waits",
+        _figure(machine["pace_s"], " s"),
+        str(machine["arrivals"]),
+        "–" if share is None else f"{share:.0%}",
+        number(machine["staleness"], 1),
+        _figure(machine["per_minute"]),
+        f"{machine['silent_s']:.0f} s ago",
+    ]
+
+
+def _figure(value: float | None, unit: str = "") -> str:
+    return "–" if value is None else f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.3g}{unit}"
+
+
+def per_minute(status: dict[str, Any]) -> str:
+    rate = status["per_minute"]
+    return "" if rate is None else f" ({_figure(rate)} a minute)"
 
 
 def status_lines(status: dict[str, Any]) -> list[str]:

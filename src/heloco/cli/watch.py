@@ -78,9 +78,9 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
             run.refresh()
             progress.summary = run.summary
             if not console.is_terminal:
-                for line in run.evals[told[i] :]:
+                for line in run.progress_lines[told[i] :]:
                     progress.tell(line)
-                told[i] = len(run.evals)
+                told[i] = len(run.progress_lines)
         going = any(run.planned is None or run.summary.arrivals < run.planned for run in runs)
         if going and (why := lost()):
             raise RunStopped(why)

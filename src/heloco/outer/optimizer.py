@@ -46,6 +46,10 @@ class Blocks:
         return Blocks(p, m, u, group_of, self.laws[:, indices], self.sums[indices], self.a[indices], self.b[indices])
 
 
+_plain_add_param_group = getattr(Optimizer.add_param_group, "__wrapped__", Optimizer.add_param_group)
+"""Torch's own without what keeps its compiler out: that would be imported here for nothing, and takes 150 MB and a second."""
+
+
 class OuterOptimizer(Optimizer):
     """Common to all outer rules: `p.grad` holds the pseudo-gradient Δ, `state[p]["momentum_buffer"]` the outer momentum m.
 
@@ -65,7 +69,7 @@ class OuterOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check({**self.defaults, **param_group})
-        super().add_param_group(param_group)
+        _plain_add_param_group(self, param_group)
 
     def _check(self, group: dict[str, Any]) -> None:
         """Refuses a parameter group's settings outside their range."""

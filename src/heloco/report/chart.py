@@ -82,10 +82,13 @@ class Chart:
     title: str
     about: str
     views: list[View]
+    """None: there is nothing to draw, and `about` says why."""
     by: Literal["", "view", "run"] = ""
     """What the views are: one for all, a choice of this chart's own, or one per run, chosen for all such charts at once."""
     switches: tuple[str, ...] = ("log", "smooth")
     """Which of the page's switches it heeds."""
+    wide: bool = False
+    """As wide as the page, where it would stand beside another."""
 
 
 def run_colours(runs: Sequence[Run]) -> list[tuple[str, bool]]:
@@ -118,6 +121,14 @@ def worker_groups(paces: Sequence[float], most: int = len(WORKER_COLOURS)) -> li
     else:
         members = [order[i * len(order) // most : (i + 1) * len(order) // most] for i in range(most)]
     return [Group(_label(part, paces), part, colour) for part, colour in zip(members, WORKER_COLOURS, strict=False)]
+
+
+def seat_groups(count: int, most: int = len(WORKER_COLOURS)) -> list[Group]:
+    """Workers whose paces say nothing: each by itself, or, where there are many, neighbours together."""
+    together = -(-count // most)
+    parts = [list(range(begin, min(count, begin + together))) for begin in range(0, count, together)]
+    names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]
+    return [Group(name, part, colour) for name, part, colour in zip(names, parts, WORKER_COLOURS, strict=False)]
 
 
 def _label(workers: Sequence[int], paces: Sequence[float]) -> str:

@@ -1,10 +1,10 @@
-"""Runs side by side at the same budget: of tokens, and of virtual time."""
+"""Runs side by side at the same budget: of tokens, and of time, virtual or real."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 from heloco.errors import UserError
-from heloco.report.curves import measures_of
+from heloco.report.curves import measures_of, time_label
 from heloco.report.overview import marked
 from heloco.report.page import Cell, TableData
 from heloco.report.reading import Run
@@ -17,6 +17,11 @@ Budget = Literal["units", "time_s"]
 def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float | None = None) -> list[TableData]:
     """A table per budget. Without one given: the smallest that all runs reached."""
     for run in runs:
+        if run.external:
+            raise UserError(
+                f"Nothing is evaluated in {run.path}, so there is nothing to compare: its data is with the machines. "
+                "`heloco report` shows the training losses that they reported."
+            )
         if not run.evals:
             raise UserError(f"Nothing has been evaluated yet in {run.path}: leave it out, or wait for its first evaluation.")
     return [table_at(runs, "units", units), table_at(runs, "time_s", time_s)]
@@ -26,7 +31,7 @@ def table_at(runs: Sequence[Run], budget: Budget, most: float | None = None) -> 
     """Each run by its last evaluation within the budget: nothing is interpolated."""
     reached = [run.evals[-1][budget] for run in runs]
     limit = min(reached) if most is None else most
-    unit = str(runs[0].meta["unit"]) if budget == "units" else "s of virtual time"
+    unit = str(runs[0].meta["unit"]) if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
     lines = [_last_within(run, budget, limit) for run in runs]
     measures = [m for m in measures_of(runs) if any(line["mean"].get(m) is not None for line in lines)]
     sources = list(dict.fromkeys(source for line in lines for source in line["scores"]))
@@ -42,6 +47,8 @@ def table_at(runs: Sequence[Run], budget: Budget, most: float | None = None) -> 
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
     short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""
+    if budget == "time_s" and len({run.real for run in runs}) > 1:
+        caption += " Virtual seconds are not real ones: what was simulated and what was not do not compare by time."
     return TableData(f"At {limit:,.10g} {unit}", header, [list(row) for row in zip(*columns, strict=True)], caption)
 
 

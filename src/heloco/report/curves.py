@@ -10,8 +10,11 @@ from heloco.report.sampling import budget, note, thinned
 from heloco.report.summary import Record
 from heloco.report.terminal import MEASURES
 
-STEPS, TIME = "outer step", "virtual time (s)"
-X: dict[str, Callable[[Record], float]] = {STEPS: lambda line: line["outer_step"], TIME: lambda line: line["time_s"]}
+STEPS = "outer step"
+NOTHING_EVALUATED = (
+    "Nothing is evaluated in such a run: the data is with the machines, and the synchronizer has none. How it gets on is the "
+    "training loss that the machines report."
+)
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 
 
@@ -22,6 +25,16 @@ def figure_view(label: str, figure: Figure, longest: int, most: int) -> View:
 def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str, bool], most: int) -> Line:
     kept = thinned(y, most)
     return Line(label, [x[i] for i in kept], [y[i] for i in kept], colour=look[0], dashed=look[1])
+
+
+def time_label(runs: Sequence[Run]) -> str:
+    """Whose time it is: a simulation's, or that of real machines."""
+    clocks = {run.summary.clock for run in runs}
+    return f"{clocks.pop()} time (s)" if len(clocks) == 1 else "virtual or real time (s)"
+
+
+def axes_of(runs: Sequence[Run]) -> dict[str, Callable[[Record], float]]:
+    return {STEPS: lambda line: line["outer_step"], time_label(runs): lambda line: line["time_s"]}
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
@@ -35,10 +48,12 @@ def y_label(measure: str, runs: Sequence[Run]) -> str:
 
 def scores(runs: Sequence[Run]) -> Chart:
     """The mean over sources, over steps and over time."""
-    views = []
+    if all(run.external for run in runs):
+        return Chart("scores", "Validation", NOTHING_EVALUATED, [], "view")
+    views, x = [], axes_of(runs)
     for measure in measures_of(runs):
-        panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*X, runs[0].meta["unit"])]
-        for panel, of in zip(panels, (*X.values(), lambda line: line["units"]), strict=True):
+        panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*x, runs[0].meta["unit"])]
+        for panel, of in zip(panels, (*x.values(), lambda line: line["units"]), strict=True):
             panel.lines = _lines(runs, of, _score(measure))
         longest = max(len(run.evals) for run in runs)
         views.append(figure_view(MEASURES.get(measure, measure), Figure("scores", "", "", panels, 3), longest, budget(len(runs))))
@@ -46,17 +61,17 @@ def scores(runs: Sequence[Run]) -> Chart:
     return Chart("scores", "Validation", about, views, "view")
 
 
-def sources(runs: Sequence[Run]) -> Chart:
+def sources(runs: Sequence[Run]) -> Chart | None:
     """Each source for itself: a panel per source, a line per run."""
     names = list(dict.fromkeys(source for run in runs for source in run.sources))
     views = []
     for measure in measures_of(runs):
-        for x_label, x in X.items():
+        for x_label, x in axes_of(runs).items():
             panels = [Panel(name, _lines(runs, x, _score(measure, name)), x_label, y_label(measure, runs)) for name in names]
             figure = Figure("sources", "", "", panels, 3)
             label = f"{MEASURES.get(measure, measure)} over {x_label}"
             views.append(figure_view(label, figure, max(len(run.evals) for run in runs), budget(len(runs))))
-    return Chart("sources", "Validation per source", "One panel per source, all on one scale.", views, "view")
+    return Chart("sources", "Validation per source", "One panel per source, all on one scale.", views, "view") if views else None
 
 
 def _score(measure: str, source: str | None = None) -> Callable[[Record], float | None]:
@@ -97,8 +112,8 @@ def norms(runs: Sequence[Run]) -> Chart | None:
 
 def traffic(runs: Sequence[Run]) -> Chart | None:
     """Tokens trained on and bytes moved, over time."""
-    most, unit = budget(len(runs)), runs[0].meta["unit"]
-    panels = [Panel(unit, [], TIME, unit), Panel("megabytes moved", [], TIME, "MB")]
+    most, unit, time = budget(len(runs)), runs[0].meta["unit"], time_label(runs)
+    panels = [Panel(unit, [], time, unit), Panel("megabytes moved", [], time, "MB")]
     for run, look in zip(runs, run_colours(runs), strict=True):
         units, moved, total = [0.0], [0.0], 0
         for count, verdict in zip(run.tape.units, run.tape.verdict, strict=True):
@@ -110,8 +125,9 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
     if not any(len(run.tape) for run in runs):
         return None
     run = runs[0]
+    numbers = "" if run.external else " of float32 numbers"
     about = (
-        "Bytes are counted from the model's size: every round takes a model of float32 numbers and hands back a pseudo-gradient "
+        f"Bytes are counted from the model's size: every round takes a model{numbers} and hands back a pseudo-gradient "
         f"of the same size, together {run.round_bytes / 1e6:,.2f} MB a round in {run.name}."
     )
     view = figure_view("", Figure("traffic", "", "", panels, 2), max(len(run.tape) + 1 for run in runs), most)

@@ -109,6 +109,8 @@ class Panel:
     lines: list[Line]
     x_label: str
     y_label: str
+    whole: bool = False
+    """Its y axis shows everything, and 0."""
 
 
 @dataclass
@@ -180,21 +182,22 @@ def _mixed(one: str, other: str, part: float) -> str:
 # What the axes show
 
 
-def y_range(lines: Sequence[Line]) -> Range:
+def y_range(lines: Sequence[Line], everything: bool = False) -> Range:
     """Everything, unless a steep start would take more than a third of the height: then where the curves settle."""
     settled: list[float] = []
     whole: list[float] = []
     for line in lines:
         points = list(line.points())
-        start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 else -math.inf
+        start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 and not everything else -math.inf
         whole += [y for _, *both in points for y in both]
         settled += [y for x, *both in points for y in both if x >= start]
     if not whole:
         return Range(0.0, 1.0)
+    settled += [0.0] if everything else []
     low, high = min(settled), max(settled)
     span = high - low
     below, above = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(whole), low), (max(whole), high)))
-    low, high = (low if below is not None else min(whole)), (high if above is not None else max(whole))
+    low, high = (low if below is not None else min(low, min(whole))), (high if above is not None else max(high, max(whole)))
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return Range(low - margin, high + margin, below, above)
 
@@ -202,7 +205,8 @@ def y_range(lines: Sequence[Line]) -> Range:
 def y_ranges(figure: Figure) -> dict[str, Range]:
     """By label of the y axis: panels that measure the same thing share one range."""
     labels = dict.fromkeys(panel.y_label for panel in figure.panels)
-    return {label: y_range([ln for p in figure.panels if p.y_label == label for ln in p.lines]) for label in labels}
+    alike = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
+    return {label: y_range([ln for p in of for ln in p.lines], any(p.whole for p in of)) for label, of in alike.items()}
 
 
 def caption_of(figure: Figure) -> str:

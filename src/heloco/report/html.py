@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heloco.errors import UserError
-from heloco.report import blocks, curves, overview, workers
+from heloco.report import blocks, curves, machines, overview, workers
 from heloco.report.chart import Bars, Chart, Content, Heat, Spans, View, run_colours
 from heloco.report.figures import Figure, Panel, y_ranges
 from heloco.report.page import TableData, described
@@ -26,11 +26,15 @@ PARTS = ("plotly", "jinja2")
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
-    """In the order of the page: first all runs together, then one at a time."""
-    found = [curves.scores(runs), curves.sources(runs), curves.norms(runs), curves.traffic(runs)]
-    if any(len(run.tape) for run in runs):
-        found += [workers.timeline(runs), workers.staleness(runs), workers.histogram(runs), workers.shares(runs)]
-        found += [workers.training(runs), blocks.correction(runs)]
+    """In the order of the page: first all runs together, then one at a time. Where nothing is evaluated, what the machines say
+    of their losses stands first."""
+    found, begun = [curves.scores(runs), curves.sources(runs)], any(len(run.tape) for run in runs)
+    training = workers.training(runs) if begun else None
+    told_first = all(run.external for run in runs)
+    found += [training if told_first else None, curves.norms(runs), curves.traffic(runs)]
+    if begun:
+        found += [machines.participation(runs), workers.timeline(runs), workers.staleness(runs), workers.histogram(runs)]
+        found += [workers.shares(runs), machines.shares(runs), None if told_first else training, blocks.correction(runs)]
     return [chart for chart in found if chart is not None]
 
 
@@ -43,7 +47,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
         "notes": overview.notes(runs),
         "runs": [{"name": run.name, "method": run.method, "colour": colour, "dashed": dashed}
                  for run, (colour, dashed) in zip(runs, looks, strict=True)],
-        "tables": [_table(table) for table in (overview.runs_table(runs), overview.settings_table(runs))],
+        "tables": [_table(t) for t in (overview.runs_table(runs), *machines.tables(runs), overview.settings_table(runs))],
         "charts": [_chart(chart) for chart in charts_of(runs)],
     }  # fmt: skip
 
@@ -55,7 +59,7 @@ def _table(table: TableData) -> dict[str, Any]:
 def _chart(chart: Chart) -> dict[str, Any]:
     views = [_view(chart, view) for view in chart.views]
     said = {"name": chart.name, "title": chart.title, "about": chart.about, "by": chart.by, "switches": list(chart.switches)}
-    return {**said, "views": views}
+    return {**said, "wide": chart.wide, "views": views}
 
 
 def _view(chart: Chart, view: View) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
 from heloco.report.html import as_json, page_data, render
-from heloco.report.reading import Run, read_runs
+from heloco.report.reading import CONFIG, Run, read_runs
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -126,7 +126,13 @@ def app(runs: Sequence[Run], look_every_s: float = LOOK_EVERY_S) -> "Starlette":
 
 def app_of_folder(folder: Path) -> "Starlette":
     """Of a run that may not have begun yet."""
-    return _app(Page(lambda: read_runs([folder])))
+
+    def find() -> Sequence[Run]:
+        if not (folder / CONFIG).exists():
+            raise UserError("The run has not begun: no machine has brought its model yet.")
+        return read_runs([folder])
+
+    return _app(Page(find))
 
 
 def _app(page: Page) -> "Starlette":

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from heloco.report.curves import measures_of
+from heloco.report.curves import measures_of, time_label
 from heloco.report.page import Cell, TableData
 from heloco.report.reading import Run
 from heloco.report.terminal import MEASURES, duration, number
@@ -16,18 +16,32 @@ LESS_IS_BETTER = {"accuracy": False}
 def runs_table(runs: Sequence[Run]) -> TableData:
     """Where each run stands; the best of each measure is marked if there are others."""
     measures = measures_of(runs)
-    header = ["run", "method", "paces (s)", "arrivals", "virtual time", runs[0].meta["unit"], "mean staleness"]
+    time = time_label(runs).removesuffix(" (s)")
+    header = ["run", "method", "paces (s)", "arrivals", time, runs[0].meta["unit"], "mean staleness"]
     rows = []
     for run in runs:
         s, of = run.summary, f" of {run.planned:,}" if run.planned and run.planned != run.summary.arrivals else ""
         stale = sum(worker.staleness_sum for worker in s.workers) / s.arrivals if s.arrivals else None
-        facts = [run.name, run.method, paces_in_words(run.meta["paces"]), f"{s.arrivals:,}{of}", duration(s.time_s)]
+        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{of}", duration(s.time_s)]
         rows.append([Cell(text) for text in (*facts, f"{s.units:,}", number(stale, 2))])
     for measure in measures:
         last = [(run.evals[-1]["mean"] if run.evals else {}).get(measure) for run in runs]
         for row, cell in zip(rows, marked(last, measure), strict=True):
             row.append(cell)
-    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, "Scores are those of the last evaluation.")
+    said = ["Scores are those of the last evaluation."] if measures else []
+    if any(run.real for run in runs):
+        said.append(
+            "Paces of real machines are measured: seconds per inner step from handing out to arrival, transfers included. Real "
+            "time is the run's own, which stands still while its synchronizer is down."
+        )
+    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, " ".join(said))
+
+
+def _paces(run: Run) -> str:
+    if not run.real:
+        return paces_in_words(run.meta["paces"])
+    measured = [pace for worker in run.summary.workers if (pace := worker.measured_s) is not None]
+    return paces_in_words([float(f"{pace:.2g}") for pace in measured]) if measured else "–"
 
 
 def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
@@ -70,15 +84,20 @@ def _shown(value: Any) -> str:
 def notes(runs: Sequence[Run]) -> list[str]:
     """What a reader must know before believing the charts."""
     said = []
+    if len({run.real for run in runs}) > 1:
+        said.append(f"Simulated time is not real time: {', '.join(run.name for run in runs if run.real)} ran on real machines.")
     for run in runs:
         for name in run.cut:
             said.append(f"{run.name}: {name} ends in the middle of a line, as a killed run leaves it. What is whole is shown.")
         if run.planned and run.summary.arrivals < run.planned:
             said.append(f"{run.name} stands at arrival {run.summary.arrivals:,} of {run.planned:,}.")
-        if not run.evals:
+        if not run.evals and not run.external:
             said.append(f"{run.name} has not been evaluated yet.")
-        elif any(value is None for value in run.evals[-1]["mean"].values()):
+        if run.evals and any(value is None for value in run.evals[-1]["mean"].values()):
             said.append(f"{run.name}: the last evaluation has no finite loss.")
         if refused := run.summary.verdicts.get("refused"):
             said.append(f"{run.name}: {refused:,} contributions were refused.")
+        if run.attendance.paused and run.summary.arrivals < (run.planned or 0):
+            pause = run.attendance.pauses[-1]
+            said.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")
     return said

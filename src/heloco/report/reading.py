@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 import tomllib
 from array import array
 from collections.abc import Iterator, Sequence
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from heloco.errors import UserError
-from heloco.report.summary import Record, RunSummary
+from heloco.report.attendance import JOURNAL, Attendance
+from heloco.report.summary import Record, RunSummary, name_of
 
 CONFIG, META, TAPE, EVALS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl"
 META_KEYS = ("method", "paces", "unit", "task_digest", "shards", "blocks")
-BYTES_PER_NUMBER = 4
-"""Models and pseudo-gradients travel in float32."""
-
+BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+"""Models and pseudo-gradients travel in float32, unless the run's machines bring a model of another kind."""
 
 WHOLE = ("arrival", "outer_step", "worker", "round", "staleness", "units")
 NORMS = ("pseudo_gradient_norm", "momentum_norm", "movement")
@@ -43,6 +44,8 @@ class Columns:
     """A letter per block."""
     cosine: "list[array[float]]" = field(default_factory=list)
     """A number per block, in single precision: the tape has six digits."""
+    machine: list[str] = field(default_factory=list)
+    """Its name; empty in a simulation."""
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -52,6 +55,7 @@ class Columns:
         values = {name: int(line[name]) for name in WHOLE} | {name: float(line[name]) for name in ("time_s", "start_s")}
         values |= {name: _norm(blocks.get(name)) for name in NORMS} | {"loss": _number(line["loss"])}
         cosine = array("f", map(_number, blocks.get("cosine") or ()))
+        self.machine.append(sys.intern(name_of(str(line.get("machine", "")))))
         for name, value in {**values, "verdict": str(line["verdict"]), "case": str(blocks.get("case", ""))}.items():
             getattr(self, name).append(value)
         self.cosine.append(cosine)
@@ -109,21 +113,26 @@ class Run:
         self.refresh()
 
     def _start(self) -> None:
-        self.tape, self.evals = Columns(), list[Record]()
-        self.summary = RunSummary(self.meta)
-        self._tails = {name: Tail(self.path / name) for name in (TAPE, EVALS)}
+        self.tape, self.evals, self.marks = Columns(), list[Record](), list[Record]()
+        self.summary = RunSummary(self.meta, self.window if self.meta.get("clock") == "real" else 0)
+        self.attendance = Attendance()
+        self._tails = {name: Tail(self.path / name) for name in (TAPE, EVALS, *((JOURNAL,) if self.summary.real else ()))}
 
     def refresh(self) -> bool:
         """Whether there was anything new. A run that was resumed cut its tape back: it is read anew."""
         try:
             if any(tail.offset > (tail.path.stat().st_size if tail.path.exists() else 0) for tail in self._tails.values()):
                 self._start()
-            before = len(self.tape) + len(self.evals)
-            self._take_in(self._tails[TAPE], self._arrived)
-            self._take_in(self._tails[EVALS], self._evaluated)
+            before = self._known()
+            for name, take in ((TAPE, self._arrived), (EVALS, self._evaluated), (JOURNAL, self._noted)):
+                if name in self._tails:
+                    self._take_in(self._tails[name], take)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror}): give folders that you may read.") from error
-        return len(self.tape) + len(self.evals) != before
+        return self._known() != before
+
+    def _known(self) -> int:
+        return len(self.tape) + len(self.evals) + self.attendance.told
 
     def _take_in(self, tail: Tail, take: Any) -> None:
         for line in tail.more():
@@ -135,6 +144,22 @@ class Run:
     def _arrived(self, line: Record) -> None:
         self.tape.append(line)
         self.summary.arrived(line)
+        if self.summary.external and line["verdict"] != "refused":
+            self._mark(line)
+
+    def _mark(self, line: Record) -> None:
+        """Where nothing is evaluated: as often as it would be, where the run stands and what its machines say of their losses."""
+        every = self.config.get("run", {}).get("eval_every") or self.planned or 1
+        if line["arrival"] % every == 0 or line["arrival"] == self.planned:
+            losses = [loss for loss in self.tape.loss[-every:] if math.isfinite(loss)]
+            kept = {name: line[name] for name in ("arrival", "outer_step", "time_s")}
+            loss = sum(losses) / len(losses) if losses else None
+            self.marks.append({**kept, "units": self.summary.units, "training_loss": loss})
+
+    def _noted(self, event: Record) -> None:
+        if refused := self.attendance.follow(event):
+            self.summary.verdicts["refused"] = self.summary.verdicts.get("refused", 0) + 1
+            self.summary.refused(*refused)
 
     def _evaluated(self, line: Record) -> None:
         kept = {name: line[name] for name in ("arrival", "outer_step", "time_s", "units")}
@@ -155,6 +180,37 @@ class Run:
         return found if isinstance(found, int) else None
 
     @property
+    def real(self) -> bool:
+        """Whether real machines did it: then the tape's times are real, too."""
+        return self.summary.real
+
+    @property
+    def external(self) -> bool:
+        return self.summary.external
+
+    @property
+    def window(self) -> int:
+        """Over so many arrivals it is counted who takes part."""
+        found = self.config.get("cluster", {}).get("participation")
+        return found if isinstance(found, int) and found > 0 else 4 * len(self.meta["paces"])
+
+    @property
+    def least(self) -> int:
+        """So many machines must take part."""
+        found = self.config.get("cluster", {}).get("min_workers")
+        return found if isinstance(found, int) else 1
+
+    @property
+    def has_journal(self) -> bool:
+        """A run that is watched from elsewhere may be here without it."""
+        return (self.path / JOURNAL).exists()
+
+    @property
+    def progress_lines(self) -> list[Record]:
+        """Its evaluations, or where there are none, its marks."""
+        return self.marks if self.external else self.evals
+
+    @property
     def cut(self) -> list[str]:
         """The files whose last line has no end."""
         return [name for name, tail in self._tails.items() if tail.cut]
@@ -170,8 +226,10 @@ class Run:
     @property
     def round_bytes(self) -> int:
         """What a round moves: the model to the worker, and the pseudo-gradient back."""
-        parameters: int = sum(math.prod(block["shape"]) for block in self.meta["blocks"])
-        return 2 * BYTES_PER_NUMBER * parameters
+        blocks = self.meta["blocks"]
+        kinds = self.meta.get("dtypes") or ["float32"] * len(blocks)
+        one_way: int = sum(BYTES_PER_NUMBER.get(k, 4) * math.prod(b["shape"]) for b, k in zip(blocks, kinds, strict=False))
+        return 2 * one_way
 
     def task(self) -> tuple[str, str]:
         """Runs with the same can be compared: the task, and for a language model its text and tokenizer."""
@@ -205,12 +263,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = [Run(given[path]) for path in dict.fromkeys(path.resolve() for path in paths)]
     _name_apart(runs)
     _check_comparable(runs)
-    if not any(run.evals for run in runs):
+    if not any(run.evals or run.external for run in runs):
         names = ", ".join(str(run.path) for run in runs)
-        if all(run.task()[0] == "external" for run in runs):
-            raise UserError(
-                f"Nothing is evaluated in {names}: its machines bring model and data. `heloco status` shows how it does."
-            )
         raise UserError(f"Nothing has been evaluated yet in {names}: wait for the first evaluation, or `heloco resume` the run.")
     return runs
 

@@ -28,9 +28,13 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-def _clock(summary: RunSummary) -> str:
-    """Which time the tape has: a simulation's, or that of real machines."""
-    return str(summary.meta.get("clock", "virtual"))
+NOTHING_EVALUATED = "Nothing is evaluated in such a run: the data is with the machines."
+MEASURED = "pace: seconds per inner step as measured, from handing out to arrival"
+
+
+def pace(summary: RunSummary, worker: WorkerSummary) -> str:
+    found = summary.pace_s(worker)
+    return "–" if found is None else f"{found:.3g} s" if summary.real else f"{found:g} s"
 
 
 class Progress:
@@ -59,11 +63,11 @@ class Progress:
             self.tell(line)
 
     def tell(self, line: Record) -> None:
-        """An evaluation in one line."""
-        loss = number(line["mean"].get("loss"))
+        """An evaluation in one line; where nothing is evaluated, what the machines say of their losses."""
+        loss = f"validation loss {number(line['mean'].get('loss'))}" if "mean" in line else _training(line["training_loss"])
         self.console.print(
-            f"arrival {line['arrival']:>6}/{self.arrivals}  {_clock(self.summary)} {duration(line['time_s'])}  "
-            f"{line['units']:,} {self.summary.meta['unit']}  mean validation loss {loss}"
+            f"arrival {line['arrival']:>6}/{self.arrivals}  {self.summary.clock} {duration(line['time_s'])}  "
+            f"{line['units']:,} {self.summary.meta['unit']}  mean {loss}"
         )
 
     def panel(self) -> RenderableType:
@@ -71,13 +75,12 @@ class Progress:
         elapsed = time.monotonic() - self._began
         done = s.arrivals - self._begun_at
         left = elapsed / done * (self.arrivals - s.arrivals) if done else None
-        mean = (s.last_eval or {}).get("mean", {})
         facts = Table.grid(padding=(0, 3))
         facts.add_row(
             f"outer step [b]{s.outer_step}[/]",
-            f"{_clock(s)} time [b]{duration(s.time_s)}[/]",
+            f"{s.clock} time [b]{duration(s.time_s)}[/]",
             f"{s.meta['unit']} [b]{s.units:,}[/]",
-            f"validation loss [b]{number(mean.get('loss'))}[/]",
+            _loss(s),
         )
         table = Table(box=None, padding=(0, 2), header_style="dim")
         for name in ("worker", "pace", "shard", "arrivals", "staleness", "mean", "training loss"):
@@ -85,7 +88,7 @@ class Progress:
         for i, w in enumerate(s.workers):
             table.add_row(
                 str(i),
-                f"{w.pace_s:g} s",
+                pace(s, w),
                 "–" if w.shard is None else s.meta["shards"][w.shard]["name"],
                 str(w.arrivals),
                 "–" if w.last_staleness is None else str(w.last_staleness),
@@ -98,6 +101,17 @@ class Progress:
         bar.add_column(no_wrap=True)
         bar.add_row(ProgressBar(self.arrivals, s.arrivals), f"{s.arrivals}/{self.arrivals} arrivals · {times}")
         return Panel(Group(bar, facts, Text(), table), title=f"[b]{s.meta['method']}[/]", title_align="left")
+
+
+def _loss(summary: RunSummary) -> str:
+    if summary.external:
+        last = [worker.loss for worker in summary.workers if worker.loss is not None]
+        return f"training loss [b]{number(sum(last) / len(last) if last else None)}[/] (nothing is evaluated)"
+    return f"validation loss [b]{number((summary.last_eval or {}).get('mean', {}).get('loss'))}[/]"
+
+
+def _training(loss: float | None) -> str:
+    return f"training loss {number(loss)}" if loss is not None else "training loss not reported"
 
 
 @contextmanager
@@ -115,7 +129,11 @@ def tables(summary: RunSummary) -> Iterator[RenderableType]:
     """What a finished run shows: losses, workers, what the correction did."""
     if summary.last_eval:
         yield scores_table(summary.first_eval or summary.last_eval, summary.last_eval)
+    if summary.external:
+        yield Text(NOTHING_EVALUATED)
     yield workers_table(summary)
+    if summary.machines:
+        yield contributions_table(summary)
     if sum(summary.cases.values()):
         yield cases_table(summary)
 
@@ -143,7 +161,7 @@ def scores_table(first: Record | None, last: Record) -> Table:
 
 
 def workers_table(summary: RunSummary) -> Table:
-    table = Table(title="Workers", title_justify="left")
+    table = Table(title="Workers", title_justify="left", caption=MEASURED if summary.real else None, caption_justify="left")
     for name in ("worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"):
         table.add_column(name, justify="left" if name == "worker" else "right")
     refused = any(w.refused for w in summary.workers)
@@ -151,11 +169,29 @@ def workers_table(summary: RunSummary) -> Table:
         table.add_column("refused", justify="right")
 
     def row(i: int, w: WorkerSummary) -> list[str]:
-        cells = [str(i), f"{w.pace_s:g} s", str(w.arrivals), f"{summary.share(w):.1%}", f"{w.mean_staleness:.2f}"]
+        cells = [str(i), pace(summary, w), str(w.arrivals), f"{summary.share(w):.1%}", f"{w.mean_staleness:.2f}"]
         return [*cells, str(w.max_staleness), f"{summary.movement_share(w):.1%}", *([str(w.refused)] if refused else [])]
 
     for i, worker in enumerate(summary.workers):
         table.add_row(*row(i, worker))
+    return table
+
+
+def contributions_table(summary: RunSummary) -> Table:
+    """Of a real run: what each machine brought, and whether it still does."""
+    caption = f"lately: of the last {len(summary.recent)} arrivals"
+    table = Table(title="Machines", title_justify="left", caption=caption, caption_justify="left")
+    refused = any(machine.refused for machine in summary.machines.values())
+    names = ("machine", "workers", "arrivals", "share", "lately", "last at", "stale", "pace")
+    for name in (*names, *(["refused"] if refused else [])):
+        table.add_column(name, justify="left" if name in ("machine", "workers") else "right")
+    for _, machine in sorted(summary.machines.items()):
+        measured = "–" if machine.measured_s is None else f"{machine.measured_s:.3g} s"
+        last = "–" if machine.last_s is None else duration(machine.last_s)
+        cells = [machine.name, ", ".join(map(str, sorted(machine.workers))), str(machine.arrivals)]
+        cells += [f"{summary.share(machine):.1%}", f"{summary.recent_share(machine):.1%}", last]
+        cells += [f"{machine.mean_staleness:.2f}", measured, *([str(machine.refused)] if refused else [])]
+        table.add_row(*map(Text, cells))
     return table
 
 

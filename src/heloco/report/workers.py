@@ -4,8 +4,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from heloco.report.chart import Bars, Chart, Group, Series, Spans, View, worker_groups
-from heloco.report.curves import TIME, figure_view, line_of
+from heloco.report.chart import Bars, Chart, Group, Series, Spans, View, seat_groups, worker_groups
+from heloco.report.curves import figure_view, line_of, time_label
 from heloco.report.figures import Figure, Line, Panel
 from heloco.report.reading import Run
 from heloco.report.sampling import budget
@@ -24,6 +24,16 @@ def timeline(runs: Sequence[Run]) -> Chart:
     return Chart("timeline", "Rounds", about, [_timeline(run) for run in runs], "run")
 
 
+def groups_of(run: Run) -> list[Group]:
+    """By pace; of a real run by number, since a worker is done by whichever machine is free."""
+    return seat_groups(len(run.summary.workers)) if run.real else worker_groups(run.meta["paces"])
+
+
+def _row(run: Run, worker: int) -> str:
+    pace_s = run.summary.pace_s(run.summary.workers[worker])
+    return f"worker {worker}" if pace_s is None else f"worker {worker} ({pace_s:{'.3g' if run.real else 'g'}} s)"
+
+
 def _timeline(run: Run) -> View:
     tape, paces = run.tape, run.meta["paces"]
     shown = _spread(len(paces), ROWS)
@@ -33,8 +43,8 @@ def _timeline(run: Run) -> View:
             of_worker[worker].append(i)
     total = sum(map(len, of_worker.values()))
     together = max(1, math.ceil(total / SPANS))
-    colours = {worker: group.colour for group in worker_groups(paces) for worker in group.workers}
-    spans = Spans(TIME, [f"worker {w} ({paces[w]:g} s)" for w in shown], [], [], [], [], [], [colours[w] for w in shown])
+    colours = {worker: group.colour for group in groups_of(run) for worker in group.workers}
+    spans = Spans(time_label([run]), [_row(run, w) for w in shown], [], [], [], [], [], [colours[w] for w in shown])
     for row, worker in enumerate(shown):
         places = of_worker[worker]
         for begin in range(0, len(places), together):
@@ -47,6 +57,8 @@ def _timeline(run: Run) -> View:
     notes = [f"{len(shown)} of {len(paces)} workers are shown, from the first to the last."] if len(shown) < len(paces) else []
     if together > 1:
         notes.append(f"Thinned: {total:,} rounds, up to {together} of a worker in one bar.")
+    if run.real:
+        notes.append("In brackets: seconds per inner step as measured, from handing out to arrival, transfers included.")
     return View(run.name, spans, notes)
 
 
@@ -56,6 +68,7 @@ def _told(run: Run, part: Sequence[int]) -> str:
     odd = Counter(tape.verdict[i] for i in part if tape.verdict[i] != "applied")
     words = [f"round {tape.round[first]}" if len(part) == 1 else f"rounds {tape.round[first]} to {tape.round[last]}"]
     words.append(f"{tape.start_s[first]:g} s to {tape.time_s[last]:g} s")
+    words += [f"by {', '.join(sorted({tape.machine[i] for i in part}))}"] if run.real else []
     words.append(f"staleness {min(stale)}" if min(stale) == max(stale) else f"staleness {min(stale)} to {max(stale)}")
     if math.isfinite(tape.loss[last]):
         words.append(f"training loss {tape.loss[last]:.3f}")
@@ -74,7 +87,11 @@ def staleness(runs: Sequence[Run]) -> Chart:
 
 def training(runs: Sequence[Run]) -> Chart:
     about = "The mean loss of each round's inner steps, on the worker's own data: smooth it to see where each worker is going."
-    return Chart("training", "Training loss", about, [_over_time(run, "loss", len(runs)) for run in runs], "run")
+    views = [_over_time(run, "loss", len(runs)) for run in runs]
+    for run, view in zip(runs, views, strict=True):
+        if len(run.tape) and not any(map(math.isfinite, run.tape.loss)):
+            view.notes.append("The machines report no loss: `run.report(loss)` before the step does.")
+    return Chart("training", "Training loss", about, views, "run", wide=any(run.real for run in runs))
 
 
 def _over_time(run: Run, name: str, runs: int) -> View:
@@ -83,12 +100,12 @@ def _over_time(run: Run, name: str, runs: int) -> View:
         longest = max(longest, len(places))
         values = [float(getattr(run.tape, name)[i]) for i in places]
         lines.append(line_of(group.label, [run.tape.time_s[i] for i in places], values, (group.colour, False), most))
-    return figure_view(run.name, Figure(name, "", "", [Panel("", lines, TIME, name)], 1), longest, most)
+    return figure_view(run.name, Figure(name, "", "", [Panel("", lines, time_label([run]), name)], 1), longest, most)
 
 
 def _places(run: Run) -> list[tuple[Group, list[int]]]:
     """Of each group of workers its arrivals, but for refused ones."""
-    groups = worker_groups(run.meta["paces"])
+    groups = groups_of(run)
     group_of = {worker: i for i, group in enumerate(groups) for worker in group.workers}
     places: list[list[int]] = [[] for _ in groups]
     for i, (worker, verdict) in enumerate(zip(run.tape.worker, run.tape.verdict, strict=True)):
@@ -119,7 +136,7 @@ def shares(runs: Sequence[Run]) -> Chart:
 
 
 def _shares(run: Run) -> View:
-    summary, groups = run.summary, worker_groups(run.meta["paces"])
+    summary, groups = run.summary, groups_of(run)
     series = [
         Series(label, [sum(share(summary.workers[i]) for i in group.workers) for group in groups], colour)
         for (label, share), colour in zip(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import heloco
 from heloco.engine.cluster.files import Denied, Incoming, Key, StartFiles, full_disk
-from heloco.engine.cluster.machines import Machine, Machines, name_of
+from heloco.engine.cluster.machines import Machine, Machines
 from heloco.engine.cluster.recorded import RecordedRun
 from heloco.errors import RunStopped, UserError
 from heloco.policy import inner_steps
@@ -40,10 +40,11 @@ class Attendance:
         folder: Path,
         *,
         task_digest: str = "",
+        model_digest: str = "",
         found: Callable[[Layout, dict[str, Tensor], list[str]], RecordedRun] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config, self.folder, self.task_digest = config, folder, task_digest
+        self.config, self.folder, self.task_digest, self.model_digest = config, folder, task_digest, model_digest
         self.run_id = run_id(folder)
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -69,7 +70,8 @@ class Attendance:
     def _take_up(self, run: RecordedRun) -> None:
         self.recorded = run
         self._zero_s = self._clock() - run.time_s
-        self._ticked_s = self.now_s
+        self._ticked_s = self._paused_s = self.now_s
+        self.paused = run.paused
         self.starts = StartFiles(self.folder, run.synchronizer)
         for worker, held in run.synchronizer.held.items():  # of before a restart: their machines may come back with them
             owner = run.machine_of[worker]
@@ -131,7 +133,7 @@ class Attendance:
         """What a machine needs to know before it joins."""
         return {
             "run": self.run_id, "heloco": heloco.__version__, "config": to_toml(self.config), "task_digest": self.task_digest,
-            "external": self._found is not None, "ended": self.ended,
+            "model_digest": self.model_digest, "external": self._found is not None, "ended": self.ended,
         }  # fmt: skip
 
     def join(
@@ -376,7 +378,7 @@ class Attendance:
         return f"{self.folder} has {free / 1e6:.1f} MB left, and a round needs {needed / 1e6:.1f}: free some space"
 
     def participants(self) -> set[str]:
-        return set() if self.recorded is None else {name_of(name) for name in self.recorded.contributors}
+        return set() if self.recorded is None else self.recorded.participants()
 
 
 def run_id(folder: Path) -> str:

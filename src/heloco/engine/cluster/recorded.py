@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from heloco.engine.cluster.machines import name_of
 from heloco.engine.local import Observer, due, evaluation_line
 from heloco.errors import UserError
 from heloco.run import RunConfig, RunFolder
@@ -79,6 +80,8 @@ class RecordedRun:
         self.time_s = 0.0
         """Of the last event."""
         self.units = 0
+        self.paused = ""
+        """Why the run rested at the last event."""
         self.machine_of: dict[int, str] = {}
         """Worker -> the machine that holds its round."""
         self.seats: dict[str, int] = {}
@@ -87,6 +90,8 @@ class RecordedRun:
         window = config.cluster.participation or 4 * synchronizer.workers
         self.contributors: deque[str] = deque(maxlen=window)
         """The machines behind the last arrivals."""
+        self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
+        """(time, machine, staleness) of the last arrivals and the one before them, for rates. After a restart it fills anew."""
         self._started_s: dict[int, float] = {}
         self._evaluated_at = self._saved_at = -1
         self._journal: Journal | None = None
@@ -140,7 +145,7 @@ class RecordedRun:
         if state["task_digest"] != self.task_digest:
             raise UserError("The data or the tokenizer is not the one this run was started with: give the same text.")
         self.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
-        self.time_s, self.units = state["time_s"], state["units"]
+        self.time_s, self.units, self.paused = state["time_s"], state["units"], state.get("paused", "")
         self._evaluated_at, self._saved_at = state["evaluated_at"], self.synchronizer.arrivals
         self._started_s = {int(worker): s for worker, s in state["started_s"].items()}
         self.machine_of = {int(worker): name for worker, name in state["machine_of"].items()}
@@ -158,6 +163,7 @@ class RecordedRun:
             "task_digest": self.task_digest,
             "books": books["books"],
             "units": self.units,
+            "paused": self.paused,
             "evaluated_at": self._evaluated_at,
             "journal": self.journal.last,
             "time_s": self.time_s,
@@ -190,9 +196,11 @@ class RecordedRun:
             {"event": "abandon", "time_s": time_s, "worker": worker, "round": held.index, "reason": reason}
         ))  # fmt: skip
 
-    def receive(self, contribution: Contribution, *, digest: str, machine: str, time_s: float) -> Ack:
-        """Takes a contribution in whose tensors lie in the journal's folder. It is applied while they become durable; the answer
-        is given when both are done."""
+    def receive(
+        self, contribution: Contribution, *, digest: str, machine: str, time_s: float, meanwhile: Callable[[], None]
+    ) -> Ack:
+        """Takes a contribution in whose tensors lie in the journal's folder. It is applied, and `meanwhile` called, while they
+        become durable; the answer is given when all is done."""
         key = (contribution.worker, contribution.index, contribution.version)
         path = self.journal.tensors(*key)
         event = self.journal.append({
@@ -203,6 +211,7 @@ class RecordedRun:
         durable = self._syncing.submit(self.journal.sync, path)
         try:
             self.follow(event, contribution)
+            meanwhile()
         finally:
             durable.result()
         return self.acks[contribution.worker][-1]
@@ -221,6 +230,8 @@ class RecordedRun:
             self.machine_of.pop(event["worker"], None)
         elif event["event"] == "join" and event["seat"] is not None:
             self.seats[event["machine"]] = event["seat"]
+        elif event["event"] in ("pause", "go-on"):
+            self.paused = event["reason"]
         elif event["event"] in PARTINGS:
             self.seats.pop(event["machine"], None)
         elif event["event"] == "receive":
@@ -245,9 +256,10 @@ class RecordedRun:
         if arrival.verdict != "refused":
             self.units += contribution.units
             self.contributors.append(event["machine"])
+            self.recent.append((event["time_s"], event["machine"], arrival.staleness))
         self.acks[arrival.worker].append(_acknowledged(arrival))
         line = record(arrival, contribution, time_s=event["time_s"], start_s=self._started_s[arrival.worker])
-        line |= {"machine": event["machine"], "participants": len(set(self.contributors)), "digest": self.digest()}
+        line |= {"machine": event["machine"], "participants": len(self.participants()), "digest": self.digest()}
         if self.folder is not None:
             self.folder.write_arrival(line)
         for observer in self.observers:
@@ -255,11 +267,27 @@ class RecordedRun:
         if arrival.verdict != "refused":
             self._evaluate_if(self.finished or due(self.synchronizer.arrivals, self.config.run.eval_every))
 
+    def participants(self) -> set[str]:
+        """The names of those that contributed to the last arrivals; one that came back is the same."""
+        return set(map(name_of, self.contributors))
+
     def save_if_due(self) -> None:
         """After an arrival was answered: a checkpoint may take a while."""
         since, every = self.synchronizer.arrivals - self._saved_at, self.config.run.checkpoint_every
         if (since and self.finished) or (every and since >= every):
             self.save()
+
+    def lately(self, now_s: float, machine: str | None = None) -> dict[str, float | None]:
+        """Over the last arrivals, of one machine or of all: how many came per minute, their share, how stale they were."""
+        recent, window = list(self.recent), len(self.contributors)
+        stale = [staleness for _, name, staleness in recent[-window:] if machine in (None, name)]
+        since = [name for _, name, _ in recent[1:] if machine in (None, name)]  # the first is the mark that time runs from
+        span_s = now_s - recent[0][0] if len(recent) > 1 else 0.0
+        return {
+            "per_minute": 60 * len(since) / span_s if span_s > 0 else None,
+            "share": self.contributors.count(machine) / window if window and machine else None,
+            "staleness": sum(stale) / len(stale) if stale else None,
+        }
 
     def digest(self) -> str:
         """Of the outer parameters, to the bit."""

@@ -3,19 +3,25 @@
 A contribution comes in as bytes at an offset, so that a transfer goes on where it was cut; it counts when `commit` has answered.
 """
 
+import contextlib
+import errno
+import shutil
 from typing import Any
 
 from heloco.engine.cluster.attendance import Attendance
 from heloco.engine.cluster.files import Denied, Incoming, Key, checked, finite, full_disk
 from heloco.engine.cluster.machines import Machine
-from heloco.engine.cluster.recorded import Ack, as_contribution
+from heloco.engine.cluster.recorded import Ack, RecordedRun, as_contribution
 from heloco.run.tensors import Layout, mapped
 from heloco.synchronizer import NOT_FINITE
 
 __all__ = ["Denied", "Service"]
 
-READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl")
+READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", "journal/events.jsonl")
 READ_AT_ONCE = 1 << 20
+ROOM_FOR_LINES = 1 << 16
+"""Bytes that must be free before an arrival is written down: once the journal has it, the tape must have it too."""
+NO_RATES = dict.fromkeys(("per_minute", "share", "staleness"))
 
 
 class Service(Attendance):
@@ -81,7 +87,14 @@ class Service(Attendance):
             if ack := self._ack(key):
                 return ack
             found = self._holding(machine, key)
-            ack = run.receive(contribution, digest=told["digest"], machine=machine, time_s=self.now_s)
+            self._check_room_for_lines()
+            ack = run.receive(
+                contribution,
+                digest=told["digest"],
+                machine=machine,
+                time_s=self.now_s,
+                meanwhile=lambda: self._prepare_start(run),
+            )
             self._forget(found, keep_tensors=True)
             if ack["verdict"] == "refused":
                 found.refused += 1
@@ -92,6 +105,17 @@ class Service(Attendance):
             if run.finished:
                 self.ended = "finished"
             return ack
+
+    def _prepare_start(self, run: RecordedRun) -> None:
+        """What the next round starts from, which is asked for in a moment; unless another contribution comes first. Without room
+        for it, whoever asks is told so."""
+        if sum(machine.committing for machine in self.machines) == 1:
+            with contextlib.suppress(Denied):
+                self.starts.write(run.synchronizer)
+
+    def _check_room_for_lines(self) -> None:
+        if shutil.disk_usage(self.folder).free < ROOM_FOR_LINES:
+            raise full_disk(OSError(errno.ENOSPC, ""), self.folder / "tape.jsonl")
 
     def _refuse(self, machine: str, key: Key, reason: str) -> Ack:
         """Nothing of it is kept; the data of its round goes back to the ledger."""
@@ -183,18 +207,20 @@ class Service(Attendance):
 
     def status(self) -> dict[str, Any]:
         with self.lock:
-            run = self.recorded
+            run, now_s = self.recorded, self.now_s
             return {
-                "run": self.run_id, "folder": str(self.folder), "ended": self.ended, "paused": self.paused, "time_s": self.now_s,
+                "run": self.run_id, "folder": str(self.folder), "ended": self.ended, "paused": self.paused, "time_s": now_s,
                 "arrivals": run.synchronizer.arrivals if run else 0, "planned": self.config.run.arrivals,
                 "outer_step": run.synchronizer.outer_step if run else 0, "seats": self.machines.seats,
                 "participants": sorted(self.participants()),
                 "participation_over": len(run.contributors) if run else 0,
                 "min_workers": self.config.cluster.min_workers,
+                "per_minute": run.lately(now_s)["per_minute"] if run else None,
                 "machines": [
                     {
                         "machine": m.id, "name": m.name, "seat": m.seat, "round": m.round, "steps": m.steps, "pace_s": m.pace_s,
-                        "arrivals": m.arrivals, "silent_s": self.now_s - m.seen_s,
+                        "arrivals": m.arrivals, "silent_s": now_s - m.seen_s,
+                        **(run.lately(now_s, m.id) if run else NO_RATES),
                     }
                     for m in self.machines
                 ],

@@ -60,7 +60,8 @@ def old_run(task: Task, folder: RunFolder, config: RunConfig, observers: list[Ob
 def _begun(run: RecordedRun, config: RunConfig, folder: RunFolder, found: Any = None) -> Service:
     try:
         run.begin()
-        return Service(run, config, folder.path, task_digest=run.task_digest, found=found)
+        digests = {"task_digest": run.task_digest, "model_digest": folder.meta().get("model_digest", "")}
+        return Service(run, config, folder.path, **digests, found=found)
     except BaseException:
         run.close()
         raise

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from heloco.engine.build import build_task, pick_device
+from heloco.engine.build import build_task, model_digest, pick_device
 from heloco.engine.cluster.identity import Identity
 from heloco.engine.cluster.link import Link
 from heloco.engine.cluster.member import Ended, Member, NotHeld, Stopped, Taken
@@ -24,18 +25,22 @@ class Abandoned(Exception):
     """The round was given up between two steps."""
 
 
-def task_of(
-    described: dict[str, Any], *, data: str | None = None, device: str | None = None, progress: Any = None
-) -> tuple[Task, RunConfig]:
-    """The run's task, built here; refuses other data."""
+def task_of(described: dict[str, Any], *, progress: Any = None, **here: str | None) -> tuple[Task, RunConfig]:
+    """The run's task, built here; refuses other data. `here`: settings that differ on this machine, such as device, and where
+    data, tokenizer or hf lie."""
     if described["external"]:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
     values = parse_toml(described["config"], "the run's config")
-    values |= {"data": data} if data is not None else {}
-    values |= {"device": device or "auto"}
+    if here.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
+        values["tokenizer"] = ""  # the model's own
+    values |= {"device": "auto"} | {name: value for name, value in here.items() if value is not None}
     task, config = build_task(resolve(with_fields(RunConfig(), values)), progress)
     if task.digest != described["task_digest"]:
         raise UserError("The data here is not the run's: copy the run's text to this machine and give it with --data DIR.")
+    if model_digest(task) != described.get("model_digest", model_digest(task)):
+        raise UserError(
+            "The config.json of the model here is not the run's: copy its folder to this machine, and give it with --hf DIR."
+        )
     return task, config
 
 

@@ -182,7 +182,7 @@
     const wanted = chart.by === "run" ? state.run : state.view[chart.name];
     return chart.views.find(view => view.label === wanted) || chart.views[0];
   };
-  const FULL = ["scores", "sources", "norms", "traffic", "timeline", "correction"];
+  const FULL = ["scores", "sources", "norms", "traffic", "participation", "timeline", "correction"];
   const build = chart => {
     const card = {plot: make("div", {className: "plot"}), picks: make("span", {className: "head"}), caption: make("p", {className: "caption"}),
       details: make("details", {}, make("summary", {}, "Data table")), chart, near: false, dirty: true};
@@ -191,13 +191,16 @@
     card.details.addEventListener("toggle", () => refreshTable(card));
     card.title = make("h2", {}, chart.title);
     card.about = make("p", {className: "about"}, chart.about);
-    card.element = make("section", {className: FULL.includes(chart.name) ? "card full" : "card", id: `chart-${chart.name}`},
+    card.element = make("section", {className: FULL.includes(chart.name) || chart.wide ? "card full" : "card", id: `chart-${chart.name}`},
       make("div", {className: "head"}, card.title, card.picks, download), card.about, card.plot, card.caption, card.details);
     card.plot.setAttribute("role", "img");
     return card;
   };
-  const refreshTable = card => card.details.replaceChildren(card.details.firstChild, ...(card.details.open ? numbers(current(card.chart)) : []));
+  /* A chart without views has nothing to draw: its words say why. */
+  const wordsOnly = card => !card.chart.views.length;
+  const refreshTable = card => wordsOnly(card) || card.details.replaceChildren(card.details.firstChild, ...(card.details.open ? numbers(current(card.chart)) : []));
   const picks = card => {
+    if (wordsOnly(card)) return;
     const {chart} = card, found = [], view = current(chart);
     if (chart.views.length > 1) found.push(choose(chart.by === "run" ? "run" : "what is shown", chart.views.map(v => [v.label, v.label]), view.label, value => {
       if (chart.by === "run") state.run = value; else state.view[chart.name] = value;
@@ -211,6 +214,7 @@
   };
   const draw = card => {
     card.dirty = false;
+    if (wordsOnly(card)) return null;
     const view = current(card.chart), width = card.plot.clientWidth || 600;
     card.plot.setAttribute("aria-label", view.alt);
     card.caption.textContent = view.caption;
@@ -225,6 +229,7 @@
   const refresh = only => {
     for (const card of only ? [only] : cards.values()) {
       card.dirty = true;
+      card.element.classList.toggle("words", wordsOnly(card));
       picks(card);
       refreshTable(card);
       if (card.near) draw(card);
@@ -241,7 +246,7 @@
   /* ---- tables, notes, chips */
   const table = found => {
     const count = found.header.length;
-    const looks = text => /^[-+−]?[\d.,:]+( of [\d,]+)?$|^–$/.test(text) && !/, /.test(text);
+    const looks = text => /^[-+−]?[\d.,:]+(%| s)?( of [\d,]+)?$|^–$/.test(text) && !/, /.test(text);
     const numeric = i => i > 0 && found.rows.length > 0 && found.rows.every(row => looks(row[i].text)) && count > 2;
     const cell = (c, i) => make(i ? "td" : "th", {className: [numeric(i) ? "number" : "", c.tone].filter(Boolean).join(" "), ...(i ? {} : {scope: "row"})},
       c.text, ...(c.tone === "best" ? [make("span", {title: "best", ariaLabel: "best"}, " ★")] : []), ...(c.note ? [make("small", {}, c.note)] : []));
@@ -275,8 +280,8 @@
     data = {...data, ...more, charts: [...new Map([...known, ...(more.charts || []).map(chart => [chart.name, chart])]).values()]};
     document.title = $("title").textContent = data.title;
     $("notes").replaceChildren(...data.notes.map(note => make("p", {className: "note"}, note)));
-    $("tables-first").replaceChildren(...data.tables.slice(0, 1).map(table));
-    $("tables-last").replaceChildren(...data.tables.slice(1).map(table));
+    $("tables-first").replaceChildren(...data.tables.slice(0, -1).map(table));
+    $("tables-last").replaceChildren(...data.tables.slice(-1).map(table));
     for (const chart of data.charts) {
       const card = cards.get(chart.name) || build(chart);
       card.chart = chart;

@@ -1,11 +1,13 @@
 """The service in an actor. Its answers are tagged values and never exceptions: Ray would wrap those beyond recognition.
 
-Calls of each kind have threads of their own, so that a sign of life waits behind no tensor and no evaluation. Tensors are one
-flat numpy buffer each, the bytes of a safetensors file: Ray shares it between the processes of a node, and copies it once to
+Calls of each kind have threads of their own, so that a sign of life waits behind no tensor and no evaluation. Tensors are the
+bytes of a safetensors file in flat numpy buffers: Ray shares them between the processes of a node, and copies them once to
 another.
 """
 
+import ctypes
 import importlib
+import mmap
 import os
 import threading
 import time
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from heloco.engine.cluster.files import Denied, Incoming, Key
@@ -40,6 +43,9 @@ GROUP_OF = {
 PLAIN = ("abandon", "leave", "read", "stop")
 """What is handed to the service as it is."""
 STEP_S = 1.0
+PIECE = AT_ONCE
+"""Bytes of an object in Ray's store, at most: neither side has to hold a whole model in memory besides its own."""
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tensor_deadline_s(size: int) -> float:
@@ -71,9 +77,9 @@ class SynchronizerActor:
         self._begun = threading.Event()
         self._one_model = threading.Lock()
         """Of the files of starts and contributions, one at a time is in memory."""
-        self._shared: tuple[Path, Any] | None = None
-        """(file, reference) of the start that was last handed out: machines that begin together want the same."""
-        self._given: dict[str, Any] = {}
+        self._shared: tuple[Path, list[Any]] | None = None
+        """(file, references) of the start that was last handed out: machines that begin together want the same."""
+        self._given: dict[str, list[Any]] = {}
         """Machine -> the start it is fetching. Ray's own account of who still wants an object can miss one that was just sent."""
 
     def begin(self, recipe: Recipe, threads: int) -> Reply:
@@ -125,17 +131,17 @@ class SynchronizerActor:
     # ---- tensors
 
     def fetch(self, machine: str, key: Key) -> Reply:
-        """[reference] to the start's bytes: a list, for Ray resolves bare references on the way."""
-        return answered(lambda: [self._start(machine, key)])
+        """References to the start's bytes, in pieces."""
+        return answered(lambda: self._start(machine, key))
 
-    def _start(self, machine: str, key: Key) -> Any:
+    def _start(self, machine: str, key: Key) -> list[Any]:
         path = self.service.start(machine, key)
         with self._one_model:
             if self._shared is None or self._shared[0] != path:
                 self._shared = None  # first, so that Ray may free it
                 self._shared = (path, _put(path))
             here = self.service.machines.present
-            self._given = {m: reference for m, reference in self._given.items() if m in here} | {machine: self._shared[1]}
+            self._given = {m: held for m, held in self._given.items() if m in here} | {machine: self._shared[1]}
             self.service.moved(machine)
             return self._shared[1]
 
@@ -170,11 +176,16 @@ class SynchronizerActor:
         return answered(taken)
 
     def _pull(self, machine: str, boxed: list[Any], incoming: Incoming, offset: int) -> None:
-        content = memoryview(self._pulled(machine, boxed.pop(), incoming.layout.size))
+        """Piece by piece from Ray's store into the file, from a byte on; no piece is held longer than that takes."""
         turn = incoming.begin(offset)
-        for at in range(offset, len(content), AT_ONCE):
-            incoming.write(turn, content[at : at + AT_ONCE])
-        self.service.moved(machine)
+        at = 0
+        while boxed:
+            require_ray().wait(boxed[:2], num_returns=1, timeout=0)  # the next one is on its way meanwhile
+            piece = self._pulled(machine, boxed.pop(0), incoming.layout.size)
+            incoming.write(turn, memoryview(piece)[max(0, offset - at) :])
+            at += len(piece)
+            self.service.moved(machine)
+            forget(piece)
 
     def _pulled(self, machine: str, reference: Any, size: int) -> Any:
         ray = require_ray()
@@ -206,12 +217,28 @@ class SynchronizerActor:
         return answered(closed)
 
 
-def _put(path: Path) -> Any:
-    """A reference to a file's bytes in Ray's store; the file is mapped no longer than that takes."""
+def _put(path: Path) -> list[Any]:
+    """References to a file's bytes in Ray's store, in pieces."""
+    ray, found = require_ray(), []
     try:
-        return require_ray().put(np.memmap(path, np.uint8, "r").view(np.ndarray))
+        content = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        for at in range(0, len(content), PIECE):
+            piece = content[at : at + PIECE]
+            found.append(ray.put(piece))
+            forget(piece)
+            forget(ray.get(found[-1]))
+        return found
     except FileNotFoundError:
         raise Denied("not-held", "this round was given up: take a fresh one.") from None
+
+
+def forget(mapped: npt.NDArray[np.uint8]) -> None:
+    """This process has seen enough of what is mapped from a file or from Ray's store: it stays there, and is no memory of this
+    process any more."""
+    page, (begin, _) = mmap.PAGESIZE, mapped.__array_interface__["data"]
+    first, last = -(-begin // page) * page, (begin + mapped.nbytes) // page * page
+    if first < last:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def memory_of(pid: int) -> dict[str, int]:

@@ -5,6 +5,7 @@ What is set here was measured with Ray 2.60; much of it is Ray's own business, w
 """
 
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
@@ -31,6 +32,7 @@ LEAST_STORE = 150_000_000
 START_S, STOP_S = 90.0, 20.0
 LOOPBACK = ("127.0.0.1", "localhost")
 _CURRENT = "ray_current_cluster"
+_libc = ctypes.CDLL(None)
 _KEEPALIVE = {
     # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
     "RAY_grpc_keepalive_time_ms": "10000", "RAY_grpc_keepalive_timeout_ms": "20000",
@@ -270,15 +272,17 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """`ray.init` puts a handler of its own in the place of ours."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
+    """`ray.init` puts a handler of its own in the place of ours. Where Ray is started again, that is in another thread than the
+    main one: Python lets none but that set a handler, the system lets all."""
+    before = ctypes.create_string_buffer(512)  # more than a struct sigaction has
+    _libc.sigaction(signal.SIGTERM, None, before)
+    known = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, known)
+        _libc.sigaction(signal.SIGTERM, before, None)
 
 
 class _Environment:

@@ -1,0 +1,168 @@
+"""Real machines: who contributed lately, what each brought, when the run paused and why."""
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from heloco.report.chart import WORKER_COLOURS, Bars, Chart, Series, View
+from heloco.report.curves import figure_view, line_of, time_label
+from heloco.report.figures import Figure, Line, Panel
+from heloco.report.page import Cell, TableData
+from heloco.report.reading import Run
+from heloco.report.sampling import budget
+from heloco.report.summary import MachineSummary
+from heloco.report.terminal import duration, number
+
+TOOK_PART, LEAST, PAUSED = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00"), ("paused", "#cc79a7")
+DRAWN = len(WORKER_COLOURS)
+"""So many machines have a line or bars of their own."""
+PAUSES = 100
+"""So many are told, the last ones."""
+PIECES = ("#0072b2", "#d55e00")
+
+
+# ---- charts
+
+
+def participation(runs: Sequence[Run]) -> Chart | None:
+    """How many machines contributed lately, against how many must, and each one's part of it."""
+    views = [_participation(run, len(runs)) for run in runs if run.real and len(run.tape)]
+    about = (
+        "A machine takes part if it contributed to the last arrivals; being here is not enough. With fewer than min_workers the "
+        "run pauses. Machines of one name count once. On the right: how much of those arrivals came from whom."
+    )
+    return Chart("participation", "Participation", about, views, "run", switches=()) if views else None
+
+
+def _participation(run: Run, runs: int) -> View:
+    tape, most = run.tape, budget(runs)
+    places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused"]
+    counts = [float(len(window)) for window in _windows(run, places)]
+    over = {"arrival": [float(tape.arrival[i]) for i in places], time_label([run]): [tape.time_s[i] for i in places]}
+    panels = []
+    for label, x in over.items():
+        lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), most)]
+        if x:
+            lines.append(Line(LEAST[0], [x[0], x[-1]], [run.least] * 2, colour=LEAST[1], dashed=True))
+        panels.append(Panel(f"over {label}", lines, label, "machines that took part", whole=True))
+    if pauses := _pause_line(run):
+        panels[1].lines.append(pauses)
+    panels.append(Panel("each machine's part", _part_lines(run, places, most), time_label([run]), "share", whole=True))
+    view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), most)
+    view.notes.append(f"Counted over the last {run.window} arrivals.")
+    if len(run.summary.machines) > DRAWN:
+        view.notes.append(f"The {DRAWN} machines with the most contributions of {len(run.summary.machines)} have a line.")
+    return view
+
+
+def _windows(run: Run, places: Sequence[int]) -> Iterator[Counter[str]]:
+    """After each arrival: how many of the last ones came under which name. By names the run goes, too, when it pauses."""
+    recent, counts = deque[str](maxlen=run.window), Counter[str]()
+    for i in places:
+        if len(recent) == recent.maxlen:
+            counts[recent[0]] -= 1
+            counts += Counter()  # without those that are at 0
+        recent.append(run.tape.machine[i])
+        counts[run.tape.machine[i]] += 1
+        yield counts
+
+
+def _pause_line(run: Run) -> Line | None:
+    """Along the axis, with gaps."""
+    x, y = list[float](), list[float | None]()
+    for pause in run.attendance.pauses[-PAUSES:]:
+        end_s = run.attendance.time_s if pause.end_s is None else pause.end_s
+        x += [pause.start_s, end_s, end_s]
+        y += [0.0, 0.0, None]
+    return Line(PAUSED[0], x, y, colour=PAUSED[1]) if x else None
+
+
+def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
+    """Of each machine its part of the last arrivals, over time."""
+    parts = {machine.name: list[float]() for machine in _drawn(run)}
+    for window in _windows(run, places):
+        for name, part in parts.items():
+            part.append(window[name] / window.total())
+    x = [run.tape.time_s[i] for i in places]
+    looks = zip(parts.items(), WORKER_COLOURS, strict=False)
+    return [line_of(name, x, part, (colour, False), most) for (name, part), colour in looks]
+
+
+def shares(runs: Sequence[Run]) -> Chart | None:
+    """What each machine brought: over the whole run, and lately."""
+    about = "Each machine's part of all contributions, and of the last ones: who has stopped shows, whether it is here or not."
+    views = [_shares(run) for run in runs if run.real and run.summary.arrivals]
+    return Chart("machines", "Machines' shares", about, views, "run") if views else None
+
+
+def _shares(run: Run) -> View:
+    drawn, summary = _drawn(run), run.summary
+    series = [
+        Series("of all contributions", [summary.share(machine) for machine in drawn], PIECES[0]),
+        Series(f"of the last {run.window} arrivals", [summary.recent_share(machine) for machine in drawn], PIECES[1]),
+    ]
+    more = len(summary.machines) - len(drawn)
+    notes = [f"The {DRAWN} with the most contributions; {more} others are in the table."] if more else []
+    return View(run.name, Bars("machine", "share", [machine.name for machine in drawn], series), notes)
+
+
+def _drawn(run: Run) -> list[MachineSummary]:
+    """Those with the most contributions, by name, so that their colours stay."""
+    most = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
+    return sorted(most, key=lambda machine: machine.name)
+
+
+# ---- tables
+
+
+def tables(runs: Sequence[Run]) -> list[TableData]:
+    """Of the runs on real machines; none where there is no such run."""
+    real = [run for run in runs if run.real]
+    if not any(run.summary.machines for run in real):
+        return [_pauses_table(real)] if any(run.attendance.pauses for run in real) else []
+    return [_machines_table(real), _pauses_table(real)]
+
+
+def _machines_table(runs: Sequence[Run]) -> TableData:
+    windows = sorted({run.window for run in runs})
+    lately = f"of the last {windows[0]} arrivals" if len(windows) == 1 else "of the last arrivals"
+    header = ["machine", *(["run"] if len(runs) > 1 else []), "worker", "contributions", "share", lately, "last contribution"]
+    rows = []
+    for run in runs:
+        for name, machine in sorted(run.summary.machines.items()):
+            of, times = [Cell(run.name)] if len(runs) > 1 else [], len(machine.ids)
+            rows.append([Cell(name, f"joined {times} times" if times > 1 else ""), *of, *_machine_cells(run, machine)])
+    caption = (
+        "A machine has one worker of its own and does the rounds of others that have none. Seconds per step are measured from "
+        "handing out to arrival, transfers included. Refused: not finite, or too large by norm_limit."
+    )
+    return TableData("Machines", [*header, "refused", "mean staleness", "s per step"], rows, caption)
+
+
+def _machine_cells(run: Run, machine: MachineSummary) -> list[Cell]:
+    summary, parting = run.summary, run.attendance.parted.get(machine.name)
+    gone = f"{parting.kind} at {duration(parting.time_s)}: {parting.reason}" if parting else ""
+    last = "–" if machine.last_s is None else f"arrival {machine.last_arrival:,} at {duration(machine.last_s)}"
+    pace = "–" if machine.measured_s is None else f"{machine.measured_s:.3g}"
+    return [
+        Cell(", ".join(map(str, sorted(machine.workers))) or "–"), Cell(f"{machine.arrivals:,}"),
+        Cell(f"{summary.share(machine):.1%}"), Cell(f"{summary.recent_share(machine):.1%}"), Cell(last, gone),
+        Cell(f"{machine.refused:,}"), Cell(number(machine.mean_staleness if machine.arrivals else None, 2)), Cell(pace),
+    ]  # fmt: skip
+
+
+def _pauses_table(runs: Sequence[Run]) -> TableData:
+    rows, left_out = list[list[Cell]](), 0
+    for run in runs:
+        left_out += max(0, len(run.attendance.pauses) - PAUSES)
+        for pause in run.attendance.pauses[-PAUSES:]:
+            behind = bisect_right(run.tape.time_s, pause.start_s)
+            arrival = run.tape.arrival[behind - 1] if behind else 0
+            lasted = "not ended" if pause.end_s is None else f"{pause.end_s - pause.start_s:,.1f} s"
+            of = [Cell(run.name)] if len(runs) > 1 else []
+            rows.append([Cell(duration(pause.start_s)), *of, Cell(f"{arrival:,}"), Cell(lasted), Cell(pause.reason)])
+    said = [f"The first {left_out:,} are left out."] if left_out else []
+    if blind := [run.name for run in runs if not run.has_journal]:
+        said.append(f"Pauses stand in a run's journal, which is not here: {', '.join(blind)}.")
+    header = ["at", *(["run"] if len(runs) > 1 else []), "after arrival", "lasted", "because"]
+    return TableData("Pauses", header, rows, " ".join(said))
