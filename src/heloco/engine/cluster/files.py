@@ -19,6 +19,7 @@ from heloco.synchronizer import Synchronizer
 Key = tuple[int, int, int]
 """(worker, round, version) of a contribution."""
 ROUNDS = "rounds"
+LARGE = 1 << 20
 
 
 class Denied(Exception):
@@ -64,14 +65,15 @@ class Incoming:
                 if bytes(piece[: len(expected)]) != expected:
                     self._restart()
                     raise Denied("layout", "the tensors are not of this run's model: names, shapes or dtypes differ.")
+            hashed = self._hashed.copy()
             try:
-                write_all(self._file, piece)
+                with hashing(hashed, piece):
+                    write_all(self._file, piece)
             except OSError as error:
                 self._file.truncate(self.size)
                 self._file.seek(self.size)
                 raise full_disk(error, self.path) from error
-            self._hashed.update(piece)
-            self.size += len(piece)
+            self.size, self._hashed = self.size + len(piece), hashed
 
     def digest(self) -> str:
         return self._hashed.hexdigest()
@@ -107,6 +109,21 @@ class Incoming:
             self._file.close()
         if remove:
             self.path.unlink(missing_ok=True)
+
+
+@contextmanager
+def hashing(hashed: Any, piece: bytes | memoryview) -> Iterator[None]:
+    """What is large is hashed beside what is done with it; for the rest a thread would take longer."""
+    if len(piece) < LARGE:
+        hashed.update(piece)
+        yield
+        return
+    thread = threading.Thread(target=hashed.update, args=(piece,))
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def full_disk(error: OSError, path: Path) -> Denied:

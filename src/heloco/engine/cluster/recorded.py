@@ -95,7 +95,8 @@ class RecordedRun:
         self._started_s: dict[int, float] = {}
         self._evaluated_at = self._saved_at = -1
         self._journal: Journal | None = None
-        self._syncing = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._beside = ThreadPoolExecutor(2, thread_name_prefix="beside")
+        """For what only looks at the numbers, or waits for the disk: the digest, fsync."""
 
     @property
     def journal(self) -> Journal:
@@ -208,17 +209,18 @@ class RecordedRun:
             "bytes": self.layout.size, "xxh3": digest, "loss": _finite(contribution.loss),
             "last_loss": _finite(contribution.last_loss), "samples": contribution.samples, "units": contribution.units,
         })  # fmt: skip
-        durable = self._syncing.submit(self.journal.sync, path)
+        durable = self._beside.submit(self.journal.sync, path)
         try:
-            self.follow(event, contribution)
-            meanwhile()
+            self.follow(event, contribution, meanwhile)
         finally:
             durable.result()
         return self.acks[contribution.worker][-1]
 
     # ---- what follows from an event
 
-    def follow(self, event: Event, contribution: Contribution | None = None) -> None:
+    def follow(
+        self, event: Event, contribution: Contribution | None = None, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
         self.time_s = event["time_s"]
         if event["event"] == "dispatch":
             worker = event["worker"]
@@ -235,7 +237,7 @@ class RecordedRun:
         elif event["event"] in PARTINGS:
             self.seats.pop(event["machine"], None)
         elif event["event"] == "receive":
-            self._arrive(event, self._read(event) if contribution is None else contribution)
+            self._arrive(event, self._read(event) if contribution is None else contribution, meanwhile)
 
     def _read(self, event: Event) -> Contribution:
         assert self._path is not None
@@ -249,9 +251,11 @@ class RecordedRun:
             raise UserError(f"{path}, a contribution that was acknowledged, was changed. {remedy}")
         return as_contribution(event, tensors)
 
-    def _arrive(self, event: Event, contribution: Contribution) -> None:
+    def _arrive(self, event: Event, contribution: Contribution, meanwhile: Callable[[], None]) -> None:
         contribution = replace(contribution, loss=_finite(contribution.loss), last_loss=_finite(contribution.last_loss))
         arrival = self.synchronizer.receive(contribution)
+        digest = self._beside.submit(self.digest)
+        meanwhile()
         self.machine_of.pop(arrival.worker, None)
         if arrival.verdict != "refused":
             self.units += contribution.units
@@ -259,7 +263,7 @@ class RecordedRun:
             self.recent.append((event["time_s"], event["machine"], arrival.staleness))
         self.acks[arrival.worker].append(_acknowledged(arrival))
         line = record(arrival, contribution, time_s=event["time_s"], start_s=self._started_s[arrival.worker])
-        line |= {"machine": event["machine"], "participants": len(self.participants()), "digest": self.digest()}
+        line |= {"machine": event["machine"], "participants": len(self.participants()), "digest": digest.result()}
         if self.folder is not None:
             self.folder.write_arrival(line)
         for observer in self.observers:
@@ -310,7 +314,7 @@ class RecordedRun:
         return next((ack for ack in self.acks[worker] if ack["round"] == index), None)
 
     def close(self) -> None:
-        self._syncing.shutdown()
+        self._beside.shutdown()
         if self._journal is not None:
             self._journal.close()
         if self.folder is not None:

@@ -104,7 +104,7 @@ class Cluster:
         """`for_good`: else another is started at once, and what asks meanwhile must not reach for one of its own."""
         ray = require_ray()
         if self._connected:
-            with contextlib.suppress(Exception):  # of a Ray that is gone
+            with contextlib.suppress(Exception), _own_signals():  # of a Ray that is gone
                 ray.shutdown()
             self._connected = False
         if self._process is not None:
@@ -272,8 +272,8 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """`ray.init` puts a handler of its own in the place of ours. Where Ray is started again, that is in another thread than the
-    main one: Python lets none but that set a handler, the system lets all."""
+    """`ray.init` puts a handler of its own in the place of ours, and `ray.shutdown` none. Where Ray is started again, that is in
+    another thread than the main one: Python lets none but that set a handler, the system lets all."""
     before = ctypes.create_string_buffer(512)  # more than a struct sigaction has
     _libc.sigaction(signal.SIGTERM, None, before)
     known = signal.getsignal(signal.SIGTERM)

@@ -8,7 +8,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 import xxhash
 from torch import Tensor
 
+from heloco.engine.cluster.files import hashing
 from heloco.engine.cluster.link import Answer, Denied, Key, LinkDown
 from heloco.engine.cluster.on_ray.actor import DENIED, DOWN, NAME, PIECE, REFUSED, tensor_deadline_s
 from heloco.engine.cluster.on_ray.cluster import NAMESPACE, Cluster, Tls, check_versions, require_ray, start_ray
@@ -27,6 +27,9 @@ ANSWER_S = 60.0
 """For requests without tensors: an evaluation or a checkpoint may be under way."""
 PING_EVERY_S = 3.0
 READY_S = 3.0
+ANEW_S = 20.0
+"""Without a synchronizer for so long, a node's process connects anew: its connection may be to a head that another has replaced,
+and Ray itself never notices that."""
 
 
 class RayLink:
@@ -38,6 +41,10 @@ class RayLink:
         self._cluster: Cluster | None = None
         self._handle: Any = None
         self._lock = threading.Lock()  # signs of life come from a thread of their own
+        self._beating = threading.Lock()
+        """Held while that thread uses the connection."""
+        self._missed_s = 0.0
+        """Since when nobody was found under the synchronizer's name; 0: somebody was."""
         self._room = np.empty(0, np.uint8)
         """What the last start was put into, and the next will be: memory that is in use already is several times as fast."""
         self._ray = require_ray()
@@ -57,8 +64,9 @@ class RayLink:
 
     # ---- asking
 
-    def _actor(self) -> Any:
-        """Looked up by its name again after it was lost: the head starts another one from the journal."""
+    def _actor(self, *, anew: bool = True) -> Any:
+        """Looked up by its name again after it was lost: the head starts another one from the journal. `anew`: where that is in
+        vain for long, the connection is ended, and the next one who asks makes another."""
         if not self._ray.is_initialized():
             try:
                 self._connect()
@@ -69,9 +77,20 @@ class RayLink:
         if self._handle is None:
             try:
                 self._handle = self._ray.get_actor(self._name, namespace=NAMESPACE)
+                self._missed_s = 0.0
             except ValueError:
+                if anew:
+                    self._missed()
                 raise LinkDown("No run is being served in the Ray cluster at the moment.") from None
         return self._handle
+
+    def _missed(self) -> None:
+        now_s = time.monotonic()
+        self._missed_s = self._missed_s or now_s
+        if self._cluster is not None and now_s - self._missed_s > ANEW_S:
+            self._missed_s = 0.0
+            with self._beating:
+                self._disconnect()
 
     @contextlib.contextmanager
     def _reaching(self) -> Any:
@@ -129,8 +148,9 @@ class RayLink:
         return answer
 
     def beat(self, machine: str, steps: int, pace_s: float | None) -> Answer:
-        with self._reaching():
-            answer: Answer = _read(self._ray.get(self._actor().beat.remote(machine, steps, pace_s), timeout=BEAT_S))
+        with self._beating, self._reaching():
+            actor = self._actor(anew=False)
+            answer: Answer = _read(self._ray.get(actor.beat.remote(machine, steps, pace_s), timeout=BEAT_S))
             return answer
 
     def abandon(self, machine: str, reason: str) -> None:
@@ -190,13 +210,12 @@ class RayLink:
         """References to the tensors' file in this machine's store, in pieces, from which the synchronizer takes them when it
         wants to; and the file's digest, which is made meanwhile."""
         hashed = xxhash.xxh3_128()
-        with self._reaching(), ThreadPoolExecutor(1) as hashing:
+        with self._reaching():
             self._actor()  # where nobody is there to take them, nothing is put
             references = []
             for piece in in_pieces(pieces(layout, tensors)):
-                done = hashing.submit(hashed.update, piece.data)
-                references.append(self._ray.put(piece))
-                done.result()
+                with hashing(hashed, piece.data):
+                    references.append(self._ray.put(piece))
             return references, hashed.hexdigest()
 
 
