@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import transport
-from heloco.engine.cluster.on_ray.actor import memory_of
+from heloco.engine.cluster.memory import memory_of
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.disk import write_all

@@ -27,9 +27,9 @@ from conftest import evals, tape
 from fault_run import check_arrivals, check_ledger
 from heloco.engine.cluster.host import recipe_of
 from heloco.engine.cluster.link import Denied, LinkDown, digest_of
+from heloco.engine.cluster.memory import memory_of
 from heloco.engine.cluster.on_ray import Cluster, RayEngine, RayLink, actor, start_ray
 from heloco.engine.cluster.on_ray import link as ray_link
-from heloco.engine.cluster.on_ray.actor import memory_of
 from heloco.engine.cluster.on_ray.cluster import _translated, check_versions, require_ray
 from heloco.engine.cluster.on_ray.probe import listens, probe, split
 from heloco.engine.cluster.on_ray.store import store_bytes
@@ -313,7 +313,6 @@ def test_beyond_loopback_there_must_be_tls():
 
 WITH_TLS = """
 import json, sys
-from heloco.engine.cluster.on_ray.actor import memory_of
 from heloco.engine.cluster.on_ray.cluster import Tls, start_ray
 from heloco.engine.cluster.on_ray.probe import probe
 from heloco.errors import UserError

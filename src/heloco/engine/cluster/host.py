@@ -1,7 +1,5 @@
 """A run's service with all that serves it, in one process: time, and the gateway. Ray's actor has one, `heloco serve` may too."""
 
-import contextlib
-import ctypes
 import importlib
 import os
 import subprocess
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from heloco.engine.build import build_task
+from heloco.engine.cluster.memory import give_memory_back
 from heloco.engine.cluster.service import Service
 from heloco.engine.cluster.serving import Housekeeper, external_run, new_run, old_run
 from heloco.errors import UserError
@@ -20,7 +19,6 @@ from heloco.run.config import FIELDS, parse_toml, to_toml
 from heloco.run.folder import CONFIG
 
 CREDENTIALS = "credentials"
-M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -85,13 +83,6 @@ def _read(text: str) -> RunConfig:
 
 def _moved(config: RunConfig, data: str | None) -> RunConfig:
     return config if data is None else replace(config, data=replace(config.data, data=data))
-
-
-def give_memory_back() -> None:
-    """Blocks of a megabyte and more go back to the system when they are freed. Left to itself, glibc comes to keep them in each
-    thread's own heap, and there are many threads: 40 arrivals of 60 MB left 2.7 GB behind."""
-    with contextlib.suppress(AttributeError, OSError):  # of another C library
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 class Host:

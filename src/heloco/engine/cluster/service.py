@@ -11,9 +11,10 @@ from typing import Any
 from heloco.engine.cluster.attendance import Attendance
 from heloco.engine.cluster.files import Denied, Incoming, Key, checked, finite, full_disk
 from heloco.engine.cluster.machines import Machine
+from heloco.engine.cluster.memory import lean
 from heloco.engine.cluster.recorded import Ack, RecordedRun, as_contribution
 from heloco.run.tensors import Layout, mapped
-from heloco.synchronizer import NOT_FINITE
+from heloco.synchronizer import NOT_FINITE, Contribution
 
 __all__ = ["Denied", "Service"]
 
@@ -80,7 +81,11 @@ class Service(Attendance):
 
     def _taken_in(self, machine: str, key: Key, told: dict[str, Any], incoming: Incoming) -> Ack:
         event = {"worker": key[0], "round": key[1], "version": key[2], **told}
-        contribution = as_contribution(event, mapped(incoming.path, incoming.layout))
+        tensors = mapped(incoming.path, incoming.layout)
+        with lean(tensors, incoming.layout.size):
+            return self._used(machine, key, as_contribution(event, tensors), told["digest"])
+
+    def _used(self, machine: str, key: Key, contribution: Contribution, digest: str) -> Ack:
         if not finite(contribution.pseudo_gradient):
             return self._refuse(machine, key, NOT_FINITE)
         with self._recording() as run:
@@ -90,7 +95,7 @@ class Service(Attendance):
             self._check_room_for_lines()
             ack = run.receive(
                 contribution,
-                digest=told["digest"],
+                digest=digest,
                 machine=machine,
                 time_s=self.now_s,
                 meanwhile=lambda: self._prepare_start(run),

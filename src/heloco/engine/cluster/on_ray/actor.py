@@ -5,9 +5,7 @@ bytes of a safetensors file in flat numpy buffers: Ray shares them between the p
 another.
 """
 
-import ctypes
 import importlib
-import mmap
 import os
 import threading
 import time
@@ -22,6 +20,7 @@ import torch
 from heloco.engine.cluster.files import Denied, Incoming, Key
 from heloco.engine.cluster.host import Host, Recipe
 from heloco.engine.cluster.link import wait_for_round
+from heloco.engine.cluster.memory import forget, memory_of
 from heloco.engine.cluster.on_ray.cluster import NAMESPACE, require_ray
 from heloco.engine.cluster.service import Service
 from heloco.errors import RunStopped, UserError
@@ -45,7 +44,6 @@ PLAIN = ("abandon", "leave", "read", "stop")
 STEP_S = 1.0
 PIECE = AT_ONCE
 """Bytes of an object in Ray's store, at most: neither side has to hold a whole model in memory besides its own."""
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tensor_deadline_s(size: int) -> float:
@@ -185,7 +183,7 @@ class SynchronizerActor:
             incoming.write(turn, memoryview(piece)[max(0, offset - at) :])
             at += len(piece)
             self.service.moved(machine)
-            forget(piece)
+            forget_array(piece)
 
     def _pulled(self, machine: str, reference: Any, size: int) -> Any:
         ray = require_ray()
@@ -225,28 +223,15 @@ def _put(path: Path) -> list[Any]:
         for at in range(0, len(content), PIECE):
             piece = content[at : at + PIECE]
             found.append(ray.put(piece))
-            forget(piece)
-            forget(ray.get(found[-1]))
+            forget_array(piece)
+            forget_array(ray.get(found[-1]))
         return found
     except FileNotFoundError:
         raise Denied("not-held", "this round was given up: take a fresh one.") from None
 
 
-def forget(mapped: npt.NDArray[np.uint8]) -> None:
-    """This process has seen enough of what is mapped from a file or from Ray's store: it stays there, and is no memory of this
-    process any more."""
-    page, (begin, _) = mmap.PAGESIZE, mapped.__array_interface__["data"]
-    first, last = -(-begin // page) * page, (begin + mapped.nbytes) // page * page
-    if first < last:
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
-
-
-def memory_of(pid: int) -> dict[str, int]:
-    """Bytes: the peak, and now what is the process's own, mapped files, and Ray's shared memory."""
-    names = {"VmHWM": "peak", "RssAnon": "own", "RssFile": "files", "RssShmem": "shared"}
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    found = {line.partition(":")[0]: line.split() for line in lines}
-    return {ours: int(found[theirs][1]) * 1024 for theirs, ours in names.items()}
+def forget_array(mapped: npt.NDArray[np.uint8]) -> None:
+    forget(mapped.ctypes.data, mapped.nbytes)
 
 
 def this_node() -> Any:
