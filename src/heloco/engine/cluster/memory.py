@@ -15,11 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 LINUX = sys.platform == "linux"
-MODELS = 3.5
+MODELS = 3.25
 """From so many models on, what was read of a contribution is forgotten while it is used."""
 WORTH = 1 << 28
 """Bytes of a model that are worth it: beside a smaller one the program itself is what counts."""
-LOOK_S = 0.005
+LOOK_S = 0.001
 M_MMAP_THRESHOLD = -3
 _libc = ctypes.CDLL(None) if LINUX else None
 
