@@ -16,7 +16,7 @@ test-long: setup-dev
 	$(BIN)/pytest -m long
 
 soak: setup-dev
-	$(BIN)/python tests/fault_run.py --faults 200 --arrivals 4000 --minutes 60
+	$(BIN)/python tests/fault_run.py --per-hour 125 --minutes 60 --step-seconds 0.25
 
 lint: setup-dev
 	$(BIN)/ruff check

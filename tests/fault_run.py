@@ -1,152 +1,92 @@
-"""A run of real processes over real TLS that meets faults from a list, and the account of what came of it.
+"""A run of real processes that meets faults from a list, and the account of what came of it.
 
-    python tests/fault_run.py [--faults 200] [--arrivals 4000] [--seed 0] [--workers 4] [--minutes M]
+    python tests/fault_run.py                                    200 faults in 4,000 arrivals over HTTPS
+    python tests/fault_run.py --engine ray                       the same with Ray: workers on two nodes, and over HTTPS
+    python tests/fault_run.py --per-hour 125 --minutes 60 --step-seconds 0.25     (`make soak`)
+                                                                 by time, beside a twin that meets none: the throughput of both
 
-Faults are data: at so many arrivals, this happens to that process. Whoever is killed is started again at once, as a service
-manager would. With --minutes it goes on with new lists until the time is over.
+Whoever is killed is started again at once, as a service manager would: by time from nothing, as real processes are, else forked
+from one that has imported everything. With --minutes alone it goes on with new lists until the time is over.
 """
 
 import argparse
-import asyncio
 import collections
 import contextlib
 import json
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-KINDS = {
-    "kill a worker": 5, "kill a worker at a point": 5, "kill the synchronizer": 2, "cut": 4, "half-open": 2, "full disk": 1,
-    "corrupt": 2, "double": 2, "stop a worker": 1,
-}  # fmt: skip
-"""Kind -> how often, relative to the others."""
+from fault_account import account, check_acks, check_arrivals, check_ledger
+from fault_list import KINDS, Fault, faults_in_time, faults_of
+from fault_places import Disk, end_process, free_port, is_alive, make_findable, nursery, place, send
+from fault_proxies import Proxies
 
+__all__ = ["KINDS", "Fault", "FaultRun", "beside", "check_acks", "check_arrivals", "check_ledger", "faults_of", "one", "place"]
 
-@dataclass(frozen=True)
-class Fault:
-    at: int
-    """Arrivals that are in when it strikes."""
-    kind: str
-    worker: int = 0
-    point: str = ""
-    seconds: float = 0.0
-
-
-def faults_of(seed: int, count: int, workers: int, arrivals: int, kinds: dict[str, int] = KINDS) -> list[Fault]:
-    from fault_children import POINTS
-
-    draw = random.Random(seed)
-    picked = draw.choices(list(kinds), weights=list(kinds.values()), k=count)
-    times = sorted(draw.randrange(1, max(2, arrivals - 5)) for _ in range(count))
-    made = []
-    for at, kind in zip(times, picked, strict=True):
-        seconds = draw.uniform(0.2, 1.0) if kind in ("half-open", "stop a worker", "full disk") else 0.0
-        made.append(Fault(at, kind, draw.randrange(workers), draw.choice(POINTS), seconds))
-    return made
-
-
-class Proxies:
-    """A way to the gateway for each worker, which can be cut, or stop passing anything on."""
-
-    def __init__(self, target: int, count: int) -> None:
-        self.ports: list[int] = []
-        self._target = target
-        self._writers: list[set[asyncio.StreamWriter]] = [set() for _ in range(count)]
-        self._passing: list[asyncio.Event] = []
-        self._loop = asyncio.new_event_loop()
-        ready = threading.Event()
-        threading.Thread(target=self._run, args=(count, ready), daemon=True).start()
-        ready.wait()
-
-    def _run(self, count: int, ready: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._open(count))
-        ready.set()
-        self._loop.run_forever()
-
-    async def _open(self, count: int) -> None:
-        for number in range(count):
-            self._passing.append(asyncio.Event())
-            self._passing[number].set()
-            server = await asyncio.start_server(lambda r, w, n=number: self._carry(n, r, w), "127.0.0.1", 0)  # type: ignore[misc]
-            self.ports.append(server.sockets[0].getsockname()[1])
-
-    async def _carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            there, onward = await asyncio.open_connection("127.0.0.1", self._target)
-        except OSError:
-            writer.close()
-            return
-        self._writers[number] |= {writer, onward}
-        await asyncio.gather(self._pump(number, reader, onward), self._pump(number, there, writer))
-        self._writers[number] -= {writer, onward}
-
-    async def _pump(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while piece := await reader.read(1 << 16):
-                await self._passing[number].wait()
-                writer.write(piece)
-                await writer.drain()
-        with contextlib.suppress(OSError, RuntimeError):
-            writer.close()
-
-    def cut(self, number: int) -> None:
-        self._loop.call_soon_threadsafe(lambda: [w.transport.abort() for w in self._writers[number]])
-
-    def hold(self, number: int, seconds: float) -> None:
-        """Connections stay open, and nothing goes through; then they are gone."""
-
-        def begin() -> None:
-            self._passing[number].clear()
-            self._loop.call_later(seconds, end)
-
-        def end() -> None:
-            self.cut(number)
-            self._passing[number].set()
-
-        self._loop.call_soon_threadsafe(begin)
+INNER_STEPS = 4
+LOOK_S = 0.02
+AT_THE_EARLIEST_S = 0.5
+"""Between two starts of a synchronizer that cannot start, on a full disk say."""
+ORDERED = {"kill a worker at a point": ("", "kill"), "corrupt": ("hand in", "corrupt"), "double": ("handed in", "double")}
+"""What a worker does to itself: kind -> (where, what)."""
 
 
 class FaultRun:
-    def __init__(self, folder: Path, faults: list[Fault], *, workers: int, arrivals: int, disk: Path | None = None) -> None:
-        self.folder, self.faults, self.disk = folder, collections.deque(faults), disk
-        self.run = (disk or folder) / "run"
+    """The synchronizer with its gateway in one process, and workers that come over HTTPS."""
+
+    modules: tuple[str, ...] = ()
+    """What processes need besides."""
+
+    def __init__(
+        self,
+        folder: Path,
+        faults: list[Fault],
+        *,
+        workers: int,
+        arrivals: int,
+        disk: Disk | None = None,
+        step_s: float = 0.0,
+        fresh: bool = False,
+    ) -> None:
+        """`step_s`: what an inner step takes at the least. `fresh`: processes start from nothing, as real ones do."""
+        self.folder, self.faults, self.disk, self.step_s = folder, list(faults), disk, step_s
+        self.run = (disk.path if disk else folder) / "run"
         self.workers, self.arrivals = workers, arrivals
         self.planned = len(faults)
         self.struck: collections.Counter[str] = collections.Counter()
         self.restarts: collections.Counter[str] = collections.Counter()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.killed: set[int] = set()
+        self.port = free_port()
         self.state = folder / "state.json"
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["fault_children"])
+        make_findable()
+        self.context = multiprocessing.get_context("spawn") if fresh else nursery(*self.modules)
         self.proxies = Proxies(self.port, workers)
         self.processes: dict[int, Any] = {}
         self.synchronizer: Any = None
+        self.started = 0.0
+        self.token = ""
 
     # ---- processes
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": INNER_STEPS,
+            "batch_size": 2, "lr": 0.003,
+            "paces": [1.0] * self.workers, "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
+            "checkpoint_every": 25, "eval_every": 0, "beat_s": max(0.2, self.step_s), "journal_gb": 10.0, "max_refusals": 1000,
+        }  # fmt: skip
 
     def config(self) -> str:
         from heloco.run import RunConfig, resolve, with_fields
         from heloco.run.config import to_toml
 
-        values = {
-            "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": 4,
-            "batch_size": 2, "lr": 0.003,
-            "paces": [1.0] * self.workers, "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
-            "checkpoint_every": 25, "eval_every": 0, "beat_s": 0.2, "journal_gb": 10.0, "max_refusals": 1000,
-        }  # fmt: skip
-        return to_toml(resolve(with_fields(RunConfig(), values)))
+        return to_toml(resolve(with_fields(RunConfig(), self.settings())))
 
     def start_synchronizer(self) -> None:
         import fault_children
@@ -159,7 +99,7 @@ class FaultRun:
         import fault_children
 
         address = f"https://127.0.0.1:{self.proxies.ports[number]}"
-        arguments = (number, address, self.token, str(self.folder / f"orders-{number}"), str(self.folder / f"acks-{number}"))
+        arguments = (number, address, self.token, str(self.folder), self.step_s)
         self.processes[number] = self.context.Process(target=fault_children.work, args=arguments, daemon=True)
         self.processes[number].start()
 
@@ -168,10 +108,11 @@ class FaultRun:
             found: dict[str, Any] = json.loads(self.state.read_text())
             return found
         except (OSError, ValueError):
-            return {"arrivals": 0, "ended": ""}
+            return {"arrivals": 0, "ended": "", "machines": []}
 
     def restart_the_dead(self) -> None:
-        if not self.synchronizer.is_alive():
+        if not self.synchronizer.is_alive() and time.monotonic() > self.started + AT_THE_EARLIEST_S:
+            self.started = time.monotonic()
             self.restarts["synchronizer"] += 1
             if self.restarts["synchronizer"] > 3 * self.planned + 10:
                 raise RuntimeError("the synchronizer cannot be started any more")
@@ -183,165 +124,198 @@ class FaultRun:
 
     # ---- faults
 
+    def number_of(self, fault: Fault) -> int:
+        return fault.worker
+
+    def pid_of(self, fault: Fault) -> int:
+        """Whom a fault strikes; 0 where nobody is there at the moment."""
+        process = self.synchronizer if fault.kind == "kill the synchronizer" else self.processes[self.number_of(fault)]
+        return int(process.pid)
+
+    def can_strike(self, fault: Fault) -> bool:
+        """Whether whoever it is for is there, and has not been killed or got an order before: else it waits."""
+        if fault.kind in ORDERED:
+            return not (self.folder / f"orders-{self.number_of(fault)}").exists()
+        if fault.kind in ("cut", "half-open", "full disk"):
+            return True
+        pid = self.pid_of(fault)
+        return is_alive(pid) and pid not in self.killed
+
     def strike(self, fault: Fault) -> None:
-        from conftest import fill_disk
-
         self.struck[fault.kind] += 1
-        process = self.processes[fault.worker]
-        orders = self.folder / f"orders-{fault.worker}"
-        if fault.kind == "kill a worker":
-            os.kill(process.pid, signal.SIGKILL)
-        elif fault.kind == "kill the synchronizer":
-            os.kill(self.synchronizer.pid, signal.SIGKILL)
+        number = self.number_of(fault)
+        print(f"{time.strftime('%H:%M:%S')} {fault}", file=sys.stderr, flush=True)
+        if fault.kind in ORDERED:
+            point, do = ORDERED[fault.kind]
+            (self.folder / f"orders-{number}").write_text(json.dumps({"point": point or fault.point, "do": do}))
         elif fault.kind == "cut":
-            self.proxies.cut(fault.worker)
+            self.proxies.cut(number)
         elif fault.kind == "half-open":
-            self.proxies.hold(fault.worker, fault.seconds)
-        elif fault.kind == "stop a worker" and process.is_alive():
-            os.kill(process.pid, signal.SIGSTOP)
-            threading.Timer(fault.seconds, _go_on, (process.pid,)).start()
-        elif fault.kind == "full disk" and self.disk is not None:
-            ballast = self.disk / "ballast"
-            fill_disk(ballast)
-            time.sleep(fault.seconds)
-            ballast.unlink()
-        elif fault.kind in ("kill a worker at a point", "corrupt", "double"):
-            point = {"corrupt": "hand in", "double": "handed in"}.get(fault.kind, fault.point)
-            do = fault.kind if fault.kind in ("corrupt", "double") else "kill"
-            orders.write_text(json.dumps({"point": point, "do": do}))
+            self.proxies.hold(number, fault.seconds)
+        elif fault.kind == "full disk":
+            if self.disk is not None:
+                self.disk.fill(fault.seconds)
+        elif fault.kind == "stop a worker":
+            send(signal.SIGSTOP, pid := self.pid_of(fault))
+            threading.Timer(fault.seconds, send, (signal.SIGCONT, pid)).start()
+        else:
+            self.killed.add(pid := self.pid_of(fault))
+            send(signal.SIGKILL, pid)
 
-    def go(self, limit_s: float) -> dict[str, Any]:
-        """To the end of the run; the account."""
+    # ---- from its beginning to its end
+
+    def begin(self, limit_s: float) -> None:
+        """Until all are there and the first contribution is in."""
         began = time.monotonic()
         self.start_synchronizer()
         while "token" not in self.status():
-            self._check(began, limit_s)
-            time.sleep(0.02)
+            self.check(began, limit_s)
+            time.sleep(LOOK_S)
         self.token = self.status()["token"]
         for number in range(self.workers):
             self.start_worker(number)
-        first = None
-        while (status := self.status())["ended"] != "finished":
-            self._check(began, limit_s)
-            if first is None and status["arrivals"] > 0:
-                first = time.monotonic()
-            while self.faults and self.faults[0].at <= status["arrivals"]:
-                self.strike(self.faults.popleft())
-            self.restart_the_dead()
-            time.sleep(0.02)
-        seconds = time.monotonic() - (first or began)
-        self.end()
-        return self.account(seconds)
+        while len((status := self.status())["machines"]) < self.workers or not status["arrivals"]:
+            self.check(began, limit_s)
+            time.sleep(LOOK_S)
 
-    def _check(self, began: float, limit_s: float) -> None:
+    def look(self, now: float) -> None:
+        """`now`: as the faults count. One that has to wait does not hold up the others."""
+        for fault in list(self.faults):
+            if fault.at <= now and self.can_strike(fault):
+                self.faults.remove(fault)
+                self.strike(fault)
+        self.restart_the_dead()
+
+    def go(self, limit_s: float) -> dict[str, Any]:
+        """To the run's own end; the account."""
+        self.begin(limit_s)
+        began = time.monotonic()
+        while (status := self.status())["ended"] != "finished":
+            self.check(began, limit_s)
+            self.look(status["arrivals"])
+            time.sleep(LOOK_S)
+        seconds = time.monotonic() - began
+        self.end()
+        speed = {"seconds": round(seconds, 2), "arrivals_per_s": round(self.arrivals / seconds, 2)}
+        return {**self.account(self.arrivals), **speed}
+
+    def stop(self, limit_s: float = 120.0) -> int:
+        """As `heloco stop` does; how many contributions are in."""
+        from heloco.engine.cluster.gateway.client import HttpsLink
+
+        began = time.monotonic()
+        while not (status := self.status())["ended"]:
+            self.check(began, limit_s)
+            self.restart_the_dead()
+            with contextlib.suppress(Exception):  # it may just be started again
+                HttpsLink(f"https://127.0.0.1:{self.port}", self.token).stop("stopped")
+            time.sleep(0.2)
+        self.end()
+        return int(status["arrivals"])
+
+    def check(self, began: float, limit_s: float) -> None:
         if time.monotonic() - began > limit_s:
-            status = self.status()
-            self.end()
-            raise TimeoutError(f"the run stands at {status} after {limit_s} s")
+            raise TimeoutError(f"the run stands at {self.status()} after {limit_s} s")
 
     def end(self) -> None:
+        """Of all processes; nothing where that has been done."""
         for process in self.processes.values():
-            process.join(10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self.synchronizer.terminate()
-        self.synchronizer.join(20)
-        if self.synchronizer.is_alive():
-            self.synchronizer.kill()
-            self.synchronizer.join()
+            end_process(process, 10.0)
+        if self.synchronizer is not None:
+            self.synchronizer.terminate()
+            end_process(self.synchronizer, 60.0)
 
-    # ---- the account
-
-    def account(self, seconds: float) -> dict[str, Any]:
-        from heloco.engine.cluster.replay import replay
-        from heloco.engine.cluster.worker import task_of
-        from heloco.run import RunFolder, checkpoint
-        from heloco.run.lines import read_lines
-
-        folder = RunFolder.open(self.run)
-        tape = list(read_lines(self.run / "tape.jsonl"))
-        accepted = [line for line in tape if line["verdict"] != "refused"]
-        check_arrivals(accepted, self.arrivals)
-        check_acks(tape, self.folder)
-        state, _ = checkpoint.load(checkpoint.found(self.run / "checkpoints")[-1])
-        check_ledger(accepted, state["books"])
-        described = {"external": False, "config": self.config(), "task_digest": folder.meta()["task_digest"]}
-        task, _ = task_of(described, device="cpu")
-        found = replay(folder, task)
-        assert (found.begun_at, found.lines, found.difference) == (0, len(tape), ""), found
-        return {
-            "arrivals": len(accepted), "seconds": round(seconds, 2), "arrivals_per_s": round(len(accepted) / seconds, 2),
-            "faults": dict(self.struck), "restarts": dict(self.restarts), "replayed": asdict(found),
-        }  # fmt: skip
+    def account(self, arrivals: int) -> dict[str, Any]:
+        found = account(self.run, self.folder, arrivals)
+        return {**found, "faults": dict(self.struck), "restarts": dict(self.restarts)}
 
 
-def _go_on(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
+def one(
+    faults: list[Fault], workers: int, arrivals: int, limit_s: float, kind: type[FaultRun] = FaultRun, step_s: float = 0.0
+) -> dict[str, Any]:
+    with place(arrivals) as (folder, disk):
+        run = kind(folder, faults, workers=workers, arrivals=arrivals, disk=disk, step_s=step_s)
+        try:
+            return run.go(limit_s)
+        finally:
+            run.end()
 
 
-def check_arrivals(accepted: list[dict[str, Any]], planned: int) -> None:
-    assert [line["arrival"] for line in accepted] == list(range(1, planned + 1))
-    rounds = [(line["worker"], line["round"]) for line in accepted]
-    assert len(rounds) == len(set(rounds)), "a contribution counts twice"
+def beside(
+    faults: list[Fault], workers: int, seconds: float, step_s: float, kind: type[FaultRun] = FaultRun, *, fresh: bool = True
+) -> dict[str, Any]:
+    """A run that meets faults, and at the same time on the same machine one that does not: how many contributions each had."""
+    expected = int(workers * seconds / (INNER_STEPS * step_s))
+    with contextlib.ExitStack() as stack:
+        runs: dict[str, FaultRun] = {}
+        for name, list_ in (("with faults", faults), ("without", [])):
+            folder, disk = stack.enter_context(place(expected))
+            runs[name] = kind(folder, list_, workers=workers, arrivals=10 * expected, disk=disk, step_s=step_s, fresh=fresh)
+            stack.callback(runs[name].end)
+            runs[name].begin(120.0)
+        first, last = in_the_time(runs, seconds)
+        ended = {name: run.stop() for name, run in runs.items()}
+        accounts = {name: run.account(ended[name]) for name, run in runs.items()}
+    counts = {name: last[name] - first[name] for name in runs}
+    return {
+        "minutes": round(seconds / 60, 2), "in the time": counts, "ratio": round(counts["with faults"] / counts["without"], 4),
+        **accounts,
+    }  # fmt: skip
 
 
-def check_acks(tape: list[dict[str, Any]], folder: Path) -> None:
-    """Every acknowledgement that a worker got is on the tape, once, as it was told."""
-    known = {(line["worker"], line["round"], line["version"]): line for line in tape}
-    assert len(known) == len(tape)
-    for path in folder.glob("acks-*"):
-        for text in path.read_text().splitlines():
-            ack = json.loads(text)
-            line = known[ack["worker"], ack["round"], ack["version"]]
-            assert (line["verdict"], line["arrival"], line["outer_step"]) == (ack["verdict"], ack["arrival"], ack["outer_step"])
-
-
-def check_ledger(accepted: list[dict[str, Any]], books: dict[str, Any]) -> None:
-    """No window of data was skipped or used twice: what was used, is under way or waits to be handed out again is all of it."""
-    for shard, page in enumerate(books["ledger"]):
-        spans = [tuple(span) for line in accepted if line["shard"] == shard for span in line["spans"]]
-        spans += [tuple(span) for held in books["held"] if held[3] == shard for span in held[4]]
-        spans += [tuple(span) for span in page["returned"]]
-        at = 0
-        for first, count in sorted(spans):
-            assert first == at, f"shard {shard}: window {at} {'was skipped' if first > at else 'was used twice'}"
-            at += count
-        assert at == page["cursor"]
+def in_the_time(runs: dict[str, FaultRun], seconds: float) -> tuple[dict[str, int], dict[str, int]]:
+    """Contributions of each at the beginning and at the end of the same time."""
+    first = {name: run.status()["arrivals"] for name, run in runs.items()}
+    began = told = time.monotonic()
+    while (now := time.monotonic()) < began + seconds:
+        for run in runs.values():
+            run.look(now - began)
+        if now > told + 60:
+            told = now
+            here = {name: run.status()["arrivals"] - first[name] for name, run in runs.items()}
+            struck = sum(sum(run.struck.values()) for run in runs.values())
+            load = f"{os.getloadavg()[0]:.1f}"
+            print(f"{(now - began) / 60:.0f} min, {struck} faults, load {load}: {here}", file=sys.stderr, flush=True)
+        time.sleep(LOOK_S)
+    return first, {name: run.status()["arrivals"] for name, run in runs.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["https", "ray"], default="https")
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--arrivals", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--workers", type=int, help="4; with Ray 5")
     parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--per-hour", type=float, default=0.0, help="faults by time instead of --faults, beside a run without")
+    parser.add_argument("--step-seconds", type=float, help="of an inner step at the least: 0, with Ray 0.1, with --per-hour 0.25")
     given = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
+    kind, kinds, workers, step_s = of_engine(given.engine)
+    workers = given.workers or workers
+    step_s = given.step_seconds if given.step_seconds is not None else 0.25 if given.per_hour else step_s
+    if given.per_hour:
+        faults = faults_in_time(given.seed, given.per_hour, workers, 60 * given.minutes, kinds)
+        print(json.dumps(beside(faults, workers, 60 * given.minutes, step_s, kind)), flush=True)
+        return
     until, seed = time.monotonic() + 60 * given.minutes, given.seed
     while True:
-        faults = faults_of(seed, given.faults, given.workers, given.arrivals)
-        print(json.dumps(one(faults, given.workers, given.arrivals, limit_s=3600.0)), flush=True)
+        faults = faults_of(seed, given.faults, workers, given.arrivals, kinds)
+        print(json.dumps(one(faults, workers, given.arrivals, 3600.0, kind, step_s)), flush=True)
         seed += 1
         if time.monotonic() > until:
             return
 
 
-def one(faults: list[Fault], workers: int, arrivals: int, limit_s: float) -> dict[str, Any]:
-    """On a small disk of its own where that can be had."""
-    from conftest import mounted_disk
+def of_engine(name: str) -> tuple[type[FaultRun], dict[str, int], int, float]:
+    """(its run, its kinds of faults, how many workers, seconds a step takes at the least). With Ray it must be slow: while a node
+    comes back, there would be few faults left that the others could meet."""
+    if name == "https":
+        return FaultRun, KINDS, 4, 0.0
+    from fault_ray import RAY_KINDS, RayFaultRun
 
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        folder = Path(made)
-        os.environ.setdefault("HELOCO_CACHE", str(folder / "cache"))
-        try:
-            disk = stack.enter_context(mounted_disk(folder / "disk", f"{40 + arrivals // 5}m"))
-        except BaseException as error:  # pytest's skip is no Exception
-            print(f"without a full disk: {error}", file=sys.stderr)
-            disk = None
-        return FaultRun(folder, faults, workers=workers, arrivals=arrivals, disk=disk).go(limit_s)
+    return RayFaultRun, RAY_KINDS, 5, 0.1
 
 
 if __name__ == "__main__":

@@ -1,29 +1,88 @@
-"""Real processes over real TLS meet faults from a list, and the run ends with an exact account. More of it: `make soak`."""
+"""Real processes meet faults from a list, and the run ends with an exact account. More of it: `make soak`."""
+
+import os
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="the gateway's parts are not installed")
 pytest.importorskip("cryptography", reason="the gateway's parts are not installed")
 
-from fault_run import KINDS, Fault, check_ledger, faults_of, one
+from conftest import fill_disk
+from fault_list import POINTS, faults_in_time
+from fault_run import KINDS, Fault, beside, check_ledger, faults_of, of_engine, one
+from heloco.engine.cluster.link import LinkDown, digest_of
+from heloco.engine.cluster.service import Denied
+from heloco.run.tensors import pieces
+from small_cluster import REPORT, Hand, delta, opened
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch):
+    """As it was, afterwards."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+
+def listed(kinds, every, workers, seconds=0.3):
+    return [Fault(every * (i + 1), kind, i % workers, POINTS[i % 4], seconds) for i, kind in enumerate(kinds)]
 
 
 def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the children read $HELOCO_CACHE
-    faults = [
-        Fault(at, kind, worker=i % 3, point=("fetch", "in a round", "hand in", "handed in")[i % 4], seconds=0.3)
-        for i, (at, kind) in enumerate(zip(range(10, 200, 20), KINDS, strict=False))
-    ]
-    account = one(faults, workers=3, arrivals=220, limit_s=240.0)
+    account = one(listed(KINDS, 20, 3), workers=3, arrivals=220, limit_s=240.0)
     assert set(account["faults"]) == set(KINDS)
     assert account["arrivals"] == 220
     assert account["restarts"]["synchronizer"] >= 1 and account["restarts"]["worker"] >= 2
 
 
+def test_runs_side_by_side_are_stopped_in_time_and_both_have_an_exact_account(cache):  # noqa: ARG001
+    faults = [Fault(1.0, "kill a worker", 1), Fault(1.5, "cut", 0), Fault(2.5, "kill the synchronizer")]
+    found = beside(faults, workers=2, seconds=5.0, step_s=0.05, fresh=False)
+    assert sum(found["with faults"]["faults"].values()) == 3 and not found["without"]["faults"]
+    assert 0 < found["in the time"]["with faults"] <= found["with faults"]["arrivals"]
+    assert found["in the time"]["without"] > 20
+
+
+RAY_FAULTS = (
+    "kill a Ray worker", "corrupt", "kill the synchronizer", "double", "kill the Ray node", "cut", "kill a worker at a point",
+)  # fmt: skip
+
+
+def account_on_ray(kinds, every, step_s):
+    pytest.importorskip("ray", reason="ray is not installed")
+    run, _, workers, _ = of_engine("ray")
+    account = one(listed(kinds, every, workers), workers, every * (len(kinds) + 3), 300.0, run, step_s)
+    assert sum(account["faults"].values()) == len(kinds)
+    return account
+
+
+def test_a_run_on_ray_loses_workers_its_synchronizer_and_a_node(cache):  # noqa: ARG001
+    account = account_on_ray(RAY_FAULTS, 15, 0.05)
+    assert account["restarts"]["node"] >= 1 and account["restarts"]["worker"] >= 1
+
+
 @pytest.mark.long
-def test_two_hundred_random_faults():
-    account = one(faults_of(0, 200, 4, 4000), workers=4, arrivals=4000, limit_s=3000.0)
+def test_a_run_on_ray_loses_its_head(cache):  # noqa: ARG001
+    account = account_on_ray(("kill the Ray head", "kill heloco serve", "kill the Ray head"), 40, 0.1)
+    assert account["restarts"]["synchronizer"] >= 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["https", "ray"])
+def test_two_hundred_random_faults(engine):
+    run, kinds, workers, step_s = of_engine(engine)
+    account = one(faults_of(0, 200, workers, 4000, kinds), workers, 4000, 3000.0, run, step_s)
     assert sum(account["faults"].values()) == 200
     print(account)
+
+
+# ---- the lists and the account themselves
+
+
+def test_faults_in_time_are_as_many_as_they_must_be_and_leave_the_end_quiet():
+    faults = faults_in_time(1, 125, 4, 3600.0)
+    assert len(faults) == 125 and faults == faults_in_time(1, 125, 4, 3600.0)
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+    assert faults[0].at >= 0 and faults[-1].at <= 3590
+    assert {fault.kind for fault in faults} == set(KINDS)
 
 
 def test_the_account_would_find_a_window_that_was_skipped_or_used_twice():
@@ -34,3 +93,72 @@ def test_the_account_would_find_a_window_that_was_skipped_or_used_twice():
         check_ledger(used[:1], books)
     with pytest.raises(AssertionError, match="window 4 was used twice"):
         check_ledger([*used, used[0]], books)
+
+
+# ---- what fault runs have found
+
+
+def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wait_and_ends_nothing(small_disk):
+    """A line may fit what is left of the journal's last block and not of the tape's: then the run was over, for all machines."""
+    service = opened(small_disk / "run", arrivals=60, checkpoint_every=0)
+    hand, denied = Hand(service, "m"), 0
+    for seed in range(40):
+        hand.take()
+        incoming = service.incoming(hand.machine, hand.key)
+        turn = incoming.begin(0)
+        for piece in pieces(incoming.layout, delta(seed)):
+            incoming.write(turn, piece)
+        report = {**REPORT, "digest": digest_of(incoming.layout, delta(seed))}
+        fill_disk(small_disk / "ballast")
+        try:
+            service.commit(hand.machine, hand.key, report)
+        except Denied as error:
+            assert error.name == "disk", error
+            denied += 1
+        (small_disk / "ballast").unlink()
+        service.commit(hand.machine, hand.key, report)
+    assert denied and not service.failed and service.recorded.synchronizer.arrivals == 40
+    service.close()
+
+
+def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
+    """The head was replaced by another at the same address: what the node was connected to stays empty for ever."""
+    from heloco.engine.cluster.on_ray import link as module
+
+    class Heads:
+        """Ray, with one head for each connection: only the second has a synchronizer."""
+
+        connections = 0
+
+        def __getattr__(self, name):
+            return getattr(module.require_ray(), name)
+
+        def is_initialized(self):
+            return self.connections > 0 and not self.gone
+
+        def start(self, *_, **__):
+            self.connections, self.gone = self.connections + 1, False
+            return self
+
+        def stop(self):
+            self.gone = True
+
+        def get_actor(self, *_, **__):
+            if self.connections < 2:
+                raise ValueError
+            return "the synchronizer"
+
+    pytest.importorskip("ray", reason="ray is not installed")
+    heads, real = Heads(), module.require_ray
+    monkeypatch.setattr(module, "require_ray", lambda: heads)
+    monkeypatch.setattr(module, "start_ray", heads.start)
+    link = module.RayLink("ray:head:6379")
+    monkeypatch.setattr(module, "require_ray", real)
+    for _ in range(2):
+        with pytest.raises(LinkDown, match="No run is being served"):
+            link._actor()
+    assert heads.connections == 1
+    monkeypatch.setattr(module, "ANEW_S", 0.0)
+    with pytest.raises(LinkDown, match="No run is being served"):
+        link._actor()
+    assert link._actor() == "the synchronizer" and heads.connections == 2

@@ -23,8 +23,10 @@ import pytest
 
 from conftest import TINY_MODEL, Done, assert_refused, checkpoints, evals, heloco, tape, write_text
 from heloco.cli.mirror import GROWING, WHOLE, Mirror
+from heloco.cli.serve import outward_address, own_names, reachable
 from heloco.engine.cluster.connect import connect
 from heloco.engine.cluster.gateway.client import HttpsLink
+from heloco.engine.cluster.host import Door, Recipe
 
 for part in ("uvicorn", "starlette", "httpx", "cryptography"):
     pytest.importorskip(part, reason=f"{part} is not installed")
@@ -126,7 +128,8 @@ class Programs:
     def serve(self, run: Path, *settings: str, port: str = "0", config: Path | None = None) -> Served:
         """A new run, or the one in the folder."""
         where = [run] if (run / "config.toml").exists() else [*([config] if config else []), "--out", run]
-        program = self.heloco("serve", *where, *settings, *HERE, "--port", port)
+        place = (*HERE, "--port", port) if port else ("--ray", "off")
+        program = self.heloco("serve", *where, *settings, *place)
         found = program.said(r"(?:heloco join |HELOCO_ADDRESS=)(https://\S+) (?:--token |HELOCO_TOKEN=)(\S+)\n")
         return Served(program, run, found[1], found[2], program.said(r"/page\?key=(\S+)\n")[1])
 
@@ -383,8 +386,8 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     half = going.arrivals()
     assert checkpoints(going.folder)[-1].name == f"arrival-{half:08d}"
 
-    again = programs.serve(going.folder, port=going.port)
-    assert again.token == going.token and again.address == going.address
+    again = programs.serve(going.folder, port="")
+    assert again.token == going.token and again.address == going.address, "it is where it was"
     other = programs.join(again, "--name", "other")
     watched = again.ask("watch", "--text")  # until the run has ended
     assert watched.code == 0 and "arrival     10/150" in watched.out and "arrival    150/150" in watched.out, watched
@@ -409,6 +412,18 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     done = worker.end()
     assert done.code == 0 and done.out.endswith("The run has ended: finished\n"), done
     assert_whole(run, 120)
+
+
+def test_how_others_call_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "localhost.localdomain")
+    assert own_names("0.0.0.0") == ("vm",) and own_names("10.1.2.3") == ("10.1.2.3",)
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert [name.startswith("localhost") for name in own_names("0.0.0.0")] in ([False], [outward_address() == "localhost"])
+    door = Door("127.0.0.1", 8443, ("head.example",))
+    assert reachable("https://127.0.0.1:8443", Recipe("run", door=door)) == "https://head.example:8443"
+    door = Door("::", 8443, ("fd00::1",))
+    assert reachable("https://[::]:8443", Recipe("run", door=door)) == "https://[fd00::1]:8443"
 
 
 # ---- folders and settings that are wrong

@@ -375,6 +375,17 @@ def test_a_pause_that_a_kill_fell_into_ends_when_the_run_goes_on(tmp_path, clock
         assert noted[-2:] == ["1 of at least 2 machines are here", ""] and all(a != b for a, b in itertools.pairwise(noted))
 
 
+def test_contributions_are_counted_over_restarts(tmp_path, clock):
+    for started in range(3):
+        service = opened(tmp_path / "run", clock, participation=100)
+        hand = Hand(service, "one")
+        for seed in range(3):
+            hand.work(10 * started + seed)
+        assert [machine["arrivals"] for machine in service.status()["machines"]] == [3 * (started + 1)]
+        service.leave(hand.machine)
+        service.close()
+
+
 def test_one_that_comes_back_under_another_id_counts_once(tmp_path, clock):
     service = opened(tmp_path / "run", clock)
     for seed in range(3):

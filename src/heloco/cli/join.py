@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+IN_A_PIPE = 160
+"""Columns where nobody says how many there are."""
 
 
 def add_address_flags(made: Parser) -> None:
@@ -112,7 +115,7 @@ def status(parsed: argparse.Namespace) -> int:
         return 0
     for line in status_lines(found):
         print(line)
-    Console().print(machines_table(found))
+    Console(width=None if sys.stdout.isatty() else IN_A_PIPE).print(machines_table(found))
     return 0
 
 

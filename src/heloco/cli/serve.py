@@ -1,6 +1,7 @@
 """`heloco serve`: a run on real machines. `heloco train --engine ray` is the same with machines of this one alone."""
 
 import argparse
+import contextlib
 import signal
 import socket
 import time
@@ -20,14 +21,15 @@ LINGER_S = 1.2
 """Whoever watches from elsewhere looks twice a second: the last lines must reach them."""
 ON_PURPOSE = "stopped by "
 PAGE = "heloco.cli.page:page_of"
+EVERYWHERE = "0.0.0.0"
 
 
 def add_serve_flags(made: Parser) -> None:
     made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
     made.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
     made.add_argument("--seats", metavar="N", help="how many workers the run has [as many as paces, or as --workers]")
-    made.add_argument("--host", metavar="NAME", default="0.0.0.0", help="where to listen [0.0.0.0: everywhere]")
-    made.add_argument("--port", metavar="N", default="8443", help="of the gateway; 0: any free one [8443]")
+    made.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
+    made.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
     made.add_argument("--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]")
     made.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
     made.add_argument("--key", metavar="FILE", default="")
@@ -40,14 +42,33 @@ def serve(parsed: argparse.Namespace) -> int:
     from heloco.engine.cluster.host import Door
 
     local = whole(parsed.workers, "workers")
-    port = whole(parsed.port, "port")
+    before = (Door.kept(parsed.run) if parsed.run else None) or Door(EVERYWHERE)
+    port = whole(parsed.port, "port") if parsed.port else before.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
-    names = tuple(parsed.name) or (socket.getfqdn(), socket.gethostname())
-    door = Door(parsed.host, port, names, parsed.cert, parsed.key, PAGE if page_can_be_shown() else "")
+    host = parsed.host or before.host
+    names = tuple(parsed.name) or (before.names if host == before.host else ()) or own_names(host)
+    page = PAGE if page_can_be_shown() else ""
+    cert, key = (str(Path(given).resolve()) if given else "" for given in (parsed.cert, parsed.key))
+    door = Door(host, port, names, cert or before.cert, key or before.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
-        check_port(parsed.host, port)
+        check_port(host, port)
     return carry_on(recipe_for(parsed, local, door), local, parsed.ray)
+
+
+def own_names(host: str) -> tuple[str, ...]:
+    """How others may call this machine: by its name, or by an address where it has none that means anything elsewhere."""
+    if host not in (EVERYWHERE, "::"):
+        return (host,)
+    found = dict.fromkeys(name for name in (socket.getfqdn(), socket.gethostname()) if not name.startswith("localhost"))
+    return tuple(found) or (outward_address(),)
+
+
+def outward_address() -> str:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        asking.connect(("192.0.2.1", 9))  # sends nothing: the system says which of its addresses it would use
+        return str(asking.getsockname()[0])
+    return "localhost"
 
 
 def check_port(host: str, port: int) -> None:
@@ -176,7 +197,7 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
         if (state := engine.status())["ended"] == "finished":
             print(f"{recipe.folder} is finished: all {state['planned']} arrivals are in.")
             return 0
-        announce(engine, recipe)
+        announce(engine, recipe, ray)
         ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
         if caught:
             engine.stop(f"{ON_PURPOSE}{signal.Signals(caught[0]).name}")
@@ -211,7 +232,7 @@ def let_all_hear_of_it(engine: Engine) -> None:
         time.sleep(0.1)
 
 
-def announce(engine: Engine, recipe: "Recipe") -> None:
+def announce(engine: Engine, recipe: "Recipe", ray: str) -> None:
     if not engine.address:
         return
     if engine.news:
@@ -221,7 +242,11 @@ def announce(engine: Engine, recipe: "Recipe") -> None:
         print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={engine.token}", flush=True)
     else:
         print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
-    if recipe.door and recipe.door.page:
+        if ray not in ("auto", "off"):
+            print(f"On Ray's nodes:     heloco join ray:{ray.removeprefix('ray:')}", flush=True)
+    if recipe.door and not recipe.door.page:
+        print('Live page:          needs plotly and jinja2: pip install "heloco[report]"', flush=True)
+    elif recipe.door:
         from heloco.engine.cluster.gateway.credentials import view_key
 
         print(f"Live page:          {shown}/page?key={view_key(engine.token)}", flush=True)
@@ -234,6 +259,8 @@ def brought(recipe: "Recipe") -> bool:
 
 
 def reachable(address: str, recipe: "Recipe") -> str:
-    """The address as others may call it: what listens everywhere is called by the machine's name."""
-    name = recipe.door.names[0] if recipe.door and recipe.door.names else ""
-    return address.replace("0.0.0.0", name).replace("[::]", name) if name else address
+    """The address as others may call it."""
+    if recipe.door is None or not recipe.door.names:
+        return address
+    name = recipe.door.names[0]
+    return f"https://{f'[{name}]' if ':' in name else name}:{address.rpartition(':')[2]}"

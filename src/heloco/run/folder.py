@@ -29,6 +29,15 @@ META_KEYS = {
 }  # fmt: skip
 
 
+def going_on(path: Path) -> str:
+    """The command that goes on with the run there: a real one is served."""
+    try:
+        real = json.loads((path / META).read_text()).get("clock") == "real"
+    except (OSError, ValueError):
+        real = False
+    return f"heloco {'serve' if real else 'resume'} {path}"
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +47,7 @@ class RunFolder:
 
     @property
     def remedy(self) -> str:
-        return f"`heloco resume {self.path}` goes on from the last checkpoint."
+        return f"`{going_on(self.path)}` goes on from the last checkpoint."
 
     # ---- making and finding
 
@@ -61,7 +70,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path, among: tuple[str, ...] = ()) -> None:
         if (path / CONFIG).is_file():
-            raise UserError(f"The run folder {path} exists: choose another --out, or `heloco resume {path}` to go on with it.")
+            raise UserError(f"The run folder {path} exists: choose another --out, or `{going_on(path)}` to go on with it.")
         if path.exists() and (not path.is_dir() or any(each.name not in among for each in path.iterdir())):
             raise UserError(f"{path} exists and is no empty folder: choose another --out.")
 
@@ -144,7 +153,7 @@ class RunFolder:
         """The newest checkpoint of a run that must have one."""
         loaded = self.load_latest()
         if loaded is None:
-            raise UserError(f"{self.path} has no checkpoint yet: `heloco resume {self.path}` starts it.")
+            raise UserError(f"{self.path} has no checkpoint yet: `{going_on(self.path)}` starts it.")
         return loaded
 
     def journal_mark(self) -> int:

@@ -35,6 +35,8 @@ from heloco.errors import RunStopped, UserError
 ADDRESS = "HELOCO_ADDRESS"
 REFUSALS = 3
 """Rounds in a row that came to NaN or Inf before this machine gives up."""
+FIRST_S = 60.0
+"""How long a run is tried to be reached that never was: the address may be wrong."""
 
 
 class RunOver(BaseException):
@@ -75,7 +77,7 @@ def join(
     token: None: what HELOCO_TOKEN says. name: of this machine, for the run's tape; None: its host name and process.
     reset_optimizer: clear the optimizer's state at every new start; otherwise it stays.
     stop_at_end: leave the block when the run has ended; otherwise the loop goes on alone.
-    patience_s: how long to try to reach the run before giving up.
+    patience_s: how long to try to reach the run again before giving up; at first it is a minute at most.
     tell: gets a line now and then.
     """
     options = Options(
@@ -226,9 +228,14 @@ class Joined:
         assert self._address is not None
         link = connect(self._address, self._options.token) if isinstance(self._address, str) else self._address
         name = self._options.name or f"{socket.gethostname()}-{os.getpid()}"
-        self._member = Member(link, name, patience_s=self._options.patience_s, tell=self._tell)
-        with self._in_words():
-            described = self._member.describe()
+        patience_s = self._options.patience_s
+        self._member = Member(link, name, patience_s=min(patience_s, FIRST_S), tell=self._tell)
+        try:
+            with self._in_words():
+                described = self._member.describe()
+        except RunStopped as error:
+            raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
+        self._member.patience_s = patience_s
         if described["ended"]:
             raise self._nothing_to_join(f"The run has ended: {described['ended']}")
         return not described["external"]

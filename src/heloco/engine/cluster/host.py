@@ -1,11 +1,12 @@
 """A run's service with all that serves it, in one process: time, and the gateway. Ray's actor has one, `heloco serve` may too."""
 
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from heloco.engine.cluster.serving import Housekeeper, external_run, new_run, ol
 from heloco.errors import UserError
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.config import FIELDS, parse_toml, to_toml
+from heloco.run.disk import write_atomically
 from heloco.run.folder import CONFIG
 
-CREDENTIALS = "credentials"
+CREDENTIALS, DOOR = "credentials", "door.json"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,20 @@ class Door:
     key: str = ""
     page: str = ""
     """"module:function" that makes the live page of a run's folder."""
+
+    def keep(self, folder: Path) -> None:
+        """So that machines find the run where it was, when it is served again."""
+        about = {name: value for name, value in asdict(self).items() if name != "page"}
+        write_atomically(folder / CREDENTIALS / DOOR, json.dumps(about).encode())
+
+    @classmethod
+    def kept(cls, folder: Path) -> "Door | None":
+        """Where the run in this folder was served last."""
+        try:
+            found = json.loads((folder / CREDENTIALS / DOOR).read_text())
+            return cls(**{**found, "names": tuple(found["names"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -105,8 +121,17 @@ class Host:
         from heloco.engine.cluster.gateway.server import GatewayServer
 
         credentials = Credentials.found_or_made(folder / CREDENTIALS, door.names, cert=door.cert, key=door.key)
-        self.gateway = GatewayServer(self.service, credentials, door.host, door.port, page=_made(door.page, folder))
-        self.gateway.start()
+        before = Door.kept(folder)
+        port = before.port if not door.port and before and before.host == door.host else door.port  # any, but the same again
+        self.gateway = GatewayServer(self.service, credentials, door.host, port, page=_made(door.page, folder))
+        try:
+            self.gateway.start()
+        except UserError:
+            if port == door.port:
+                raise
+            self.gateway.port = door.port  # somebody else has it now
+            self.gateway.start()
+        replace(door, port=self.gateway.port).keep(folder)
         self.token, self.news = credentials.token, credentials.news
 
     @property

@@ -32,7 +32,6 @@ class Machine:
     """(worker, round, version) that it holds."""
     refused: int = 0
     """Contributions refused in a row."""
-    arrivals: int = 0
     committing: bool = False
     """Its contribution is all here, and it waits for the answer."""
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS))

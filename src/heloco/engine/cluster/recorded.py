@@ -5,7 +5,7 @@ same parameters to the bit. No network and no clock here: times are handed in, a
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -90,6 +90,8 @@ class RecordedRun:
         window = config.cluster.participation or 4 * synchronizer.workers
         self.contributors: deque[str] = deque(maxlen=window)
         """The machines behind the last arrivals."""
+        self.contributions: Counter[str] = Counter()
+        """Machine -> how many of its contributions were taken; one that came back under its name is the same."""
         self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
         """(time, machine, staleness) of the last arrivals and the one before them, for rates. After a restart it fills anew."""
         self._started_s: dict[int, float] = {}
@@ -152,6 +154,7 @@ class RecordedRun:
         self.machine_of = {int(worker): name for worker, name in state["machine_of"].items()}
         self.seats = dict(state["seats"])
         self.contributors.extend(state["contributors"])
+        self.contributions.update(state.get("contributions", {}))
         for worker, acks in state["acks"].items():
             self.acks[int(worker)].extend(acks)
 
@@ -172,6 +175,7 @@ class RecordedRun:
             "machine_of": self.machine_of,
             "seats": self.seats,
             "contributors": list(self.contributors),
+            "contributions": dict(self.contributions),
             "acks": {worker: list(acks) for worker, acks in self.acks.items()},
         }
         self.journal.sync()
@@ -260,6 +264,7 @@ class RecordedRun:
         if arrival.verdict != "refused":
             self.units += contribution.units
             self.contributors.append(event["machine"])
+            self.contributions[name_of(event["machine"])] += 1
             self.recent.append((event["time_s"], event["machine"], arrival.staleness))
         self.acks[arrival.worker].append(_acknowledged(arrival))
         line = record(arrival, contribution, time_s=event["time_s"], start_s=self._started_s[arrival.worker])

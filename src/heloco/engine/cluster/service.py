@@ -104,7 +104,7 @@ class Service(Attendance):
             if ack["verdict"] == "refused":
                 found.refused += 1
             else:
-                found.refused, found.arrivals = 0, found.arrivals + 1
+                found.refused = 0
             self.machines.progressed(found, self.now_s)
             self._turn_away_if_hopeless(found)
             if run.finished:
@@ -224,7 +224,7 @@ class Service(Attendance):
                 "machines": [
                     {
                         "machine": m.id, "name": m.name, "seat": m.seat, "round": m.round, "steps": m.steps, "pace_s": m.pace_s,
-                        "arrivals": m.arrivals, "silent_s": now_s - m.seen_s,
+                        "arrivals": run.contributions[m.name] if run else 0, "silent_s": now_s - m.seen_s,
                         **(run.lately(now_s, m.id) if run else NO_RATES),
                     }
                     for m in self.machines

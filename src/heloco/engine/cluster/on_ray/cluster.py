@@ -36,9 +36,10 @@ _libc = ctypes.CDLL(None)
 _KEEPALIVE = {
     # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
     "RAY_grpc_keepalive_time_ms": "10000", "RAY_grpc_keepalive_timeout_ms": "20000",
-    "RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000",
     "RAY_health_check_failure_threshold": "30",
 }  # fmt: skip
+_PINGS = {"RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000"}
+"""Only in a Ray that is ours from the start: the processes of another close connections on which pings come so often."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call without a connection starts another Ray
@@ -166,7 +167,7 @@ def _start(
         if wanted and listens("127.0.0.1" if host in LOOPBACK else host, wanted):
             raise UserError(f"The port {wanted} is in use on {host}: choose another, or end what uses it.")
     client_port = client_port or _free_port()
-    cluster._set.change(_settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
+    cluster._set.change(_PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
     host = "127.0.0.1" if host in LOOPBACK else host
     store = min(max(store_bytes, LEAST_STORE), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [

@@ -1,0 +1,61 @@
+"""The account of a run that has ended: every acknowledged contribution once, no window skipped or repeated, replay equal."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+
+def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
+    """Of the run's folder, with the acknowledgements that workers wrote down in `acks`; `arrivals`: as many as there must be."""
+    from heloco.engine.cluster.replay import replay
+    from heloco.engine.cluster.worker import task_of
+    from heloco.run import RunFolder, checkpoint
+    from heloco.run.lines import read_lines
+
+    folder = RunFolder.open(run)
+    tape = list(read_lines(run / "tape.jsonl"))
+    accepted = [line for line in tape if line["verdict"] != "refused"]
+    check_arrivals(accepted, arrivals)
+    told = check_acks(tape, acks)
+    state, _ = checkpoint.load(checkpoint.found(run / "checkpoints")[-1])
+    assert state["arrival"] == arrivals
+    check_ledger(accepted, state["books"])
+    described = {"external": False, "config": (run / "config.toml").read_text(), "task_digest": folder.meta()["task_digest"]}
+    found = replay(folder, task_of(described, device="cpu")[0])
+    assert (found.begun_at, found.lines, found.difference) == (0, len(tape), ""), found
+    return {"arrivals": len(accepted), "acknowledged": told, "replayed": asdict(found)}
+
+
+def check_arrivals(accepted: list[dict[str, Any]], planned: int) -> None:
+    assert [line["arrival"] for line in accepted] == list(range(1, planned + 1))
+    rounds = [(line["worker"], line["round"]) for line in accepted]
+    assert len(rounds) == len(set(rounds)), "a contribution counts twice"
+
+
+def check_acks(tape: list[dict[str, Any]], folder: Path) -> int:
+    """Every acknowledgement that a worker got is on the tape, once, as it was told; how many contributions that were."""
+    known = {(line["worker"], line["round"], line["version"]): line for line in tape}
+    assert len(known) == len(tape)
+    told = set()
+    for path in folder.glob("acks-*"):
+        for text in path.read_text().splitlines():
+            ack = json.loads(text)
+            key = (ack["worker"], ack["round"], ack["version"])
+            line = known[key]
+            assert (line["verdict"], line["arrival"], line["outer_step"]) == (ack["verdict"], ack["arrival"], ack["outer_step"])
+            told.add(key)
+    return len(told)
+
+
+def check_ledger(accepted: list[dict[str, Any]], books: dict[str, Any]) -> None:
+    """No window of data was skipped or used twice: what was used, is under way or waits to be handed out again is all of it."""
+    for shard, page in enumerate(books["ledger"]):
+        spans = [tuple(span) for line in accepted if line["shard"] == shard for span in line["spans"]]
+        spans += [tuple(span) for held in books["held"] if held[3] == shard for span in held[4]]
+        spans += [tuple(span) for span in page["returned"]]
+        at = 0
+        for first, count in sorted(spans):
+            assert first == at, f"shard {shard}: window {at} {'was skipped' if first > at else 'was used twice'}"
+            at += count
+        assert at == page["cursor"]

@@ -1,0 +1,49 @@
+"""Faults as data: when it strikes, what happens, and to whom. Lists come from a seed."""
+
+import random
+from dataclasses import dataclass
+
+KINDS = {
+    "kill a worker": 5, "kill a worker at a point": 5, "kill the synchronizer": 2, "cut": 4, "half-open": 2, "full disk": 1,
+    "corrupt": 2, "double": 2, "stop a worker": 1,
+}  # fmt: skip
+"""Kind -> how often, relative to the others."""
+POINTS = ("fetch", "in a round", "hand in", "handed in")
+"""Where a worker can be told to do something: before it gets a round's start, between two steps, before it hands in, and after
+the synchronizer has taken its contribution in but before it knows."""
+LASTING = ("half-open", "stop a worker", "full disk")
+
+
+@dataclass(frozen=True)
+class Fault:
+    at: float
+    """Arrivals that are in when it strikes, or seconds of the run, as whoever strikes counts."""
+    kind: str
+    worker: int = 0
+    point: str = ""
+    seconds: float = 0.0
+
+
+def faults_of(seed: int, count: int, workers: int, arrivals: int, kinds: dict[str, int] = KINDS) -> list[Fault]:
+    """By arrivals."""
+    draw = random.Random(seed)
+    picked = draw.choices(list(kinds), weights=list(kinds.values()), k=count)
+    times = sorted(draw.randrange(1, max(2, arrivals - 5)) for _ in range(count))
+    return [_fault(draw, at, kind, workers) for at, kind in zip(times, picked, strict=True)]
+
+
+def faults_in_time(
+    seed: int, per_hour: float, workers: int, seconds: float, kinds: dict[str, int] = KINDS, quiet_s: float = 10.0
+) -> list[Fault]:
+    """By seconds, each moment as likely as any other, as those of a Poisson process are once their number is known. None in the
+    last `quiet_s`: what a fault costs must fall into the time that is measured."""
+    draw = random.Random(seed)
+    count = round(per_hour * seconds / 3600)
+    picked = draw.choices(list(kinds), weights=list(kinds.values()), k=count)
+    times = sorted(draw.uniform(0.0, max(0.0, seconds - quiet_s)) for _ in range(count))
+    return [_fault(draw, at, kind, workers) for at, kind in zip(times, picked, strict=True)]
+
+
+def _fault(draw: random.Random, at: float, kind: str, workers: int) -> Fault:
+    seconds = draw.uniform(0.2, 1.0) if kind in LASTING else 0.0
+    return Fault(at, kind, draw.randrange(workers), draw.choice(POINTS), seconds)

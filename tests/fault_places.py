@@ -1,0 +1,91 @@
+"""Where runs that meet faults take place: disks, ports, processes."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BYTES_PER_ARRIVAL = 200_000
+"""In the journal, with room to spare."""
+
+
+class Disk:
+    """A small disk of its own, which can be full from one moment to the next."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path, self.size = path, size
+
+    def _resize(self, size: int) -> bool:
+        command = ["mount", "-o", f"remount,size={size}", str(self.path)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    def fill(self, seconds: float) -> None:
+        for _ in range(20):  # what was written since it was asked is too much: once more
+            if self._resize(max(4096, shutil.disk_usage(self.path).used)):
+                break
+        threading.Timer(seconds, self._resize, (self.size,)).start()
+
+
+@contextlib.contextmanager
+def place(arrivals: int) -> Iterator[tuple[Path, Disk | None]]:
+    """A folder, and a small disk where that can be had."""
+    from conftest import mounted_disk  # here: whoever starts from nothing need not import it
+
+    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
+        folder, size = Path(made), 40_000_000 + BYTES_PER_ARRIVAL * arrivals
+        os.environ.setdefault("HELOCO_CACHE", str(folder / "cache"))
+        try:
+            disk = Disk(stack.enter_context(mounted_disk(folder / "disk", str(size))), size)
+        except BaseException as error:  # pytest's skip is no Exception
+            print(f"without a full disk: {error}", file=sys.stderr)
+            disk = None
+        yield folder, disk
+
+
+def nursery(*modules: str) -> Any:
+    """Processes are forked from one that has imported everything: a tenth of a second instead of five."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fault_children", *modules])
+    return context
+
+
+def make_findable() -> None:
+    """These modules, for the process that forks others (Python 3.11 hands sys.path on too late) and for Ray's workers."""
+    here = str(Path(__file__).parent)
+    if here not in (found := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, found)])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def end_process(process: Any, patience_s: float) -> None:
+    process.join(patience_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def is_alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return pid > 0 and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+def send(number: int, pid: int) -> None:
+    """To a process that may have ended by now."""
+    if pid > 0:  # 0 would be ourselves
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)

@@ -1,0 +1,77 @@
+"""The processes of a run on Ray that meets faults: what `heloco serve` is, a worker on another node, and one on the head."""
+
+import contextlib
+import functools
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from fault_children import Obedient, OrderedWorker, Papers, flipped, recipe_for, work_over, write
+from heloco.engine.cluster.on_ray import RayEngine, RayLink
+from heloco.engine.cluster.on_ray import workers as workers_module
+from heloco.errors import RunStopped, UserError
+
+FOLDER, NUMBER, STEP_S = "FAULT_FOLDER", "FAULT_NUMBER", "FAULT_STEP_S"
+"""Ray's workers inherit these."""
+
+
+class OrderedRayLink(Obedient, RayLink):
+    def _put(self, layout: Any, tensors: Any) -> Any:
+        boxed, digest = super()._put(layout, tensors)
+        return (super()._put(layout, flipped(tensors))[0], digest) if self.flips else (boxed, digest)
+
+
+class OrderedActor(workers_module.WorkerActor):
+    """The worker on the head, which the engine starts and replaces."""
+
+    def run(self) -> Any:
+        papers = Papers(os.environ[FOLDER], int(os.environ[NUMBER]))
+        OrderedRayLink.papers = OrderedWorker.papers = papers
+        OrderedWorker.step_s = float(os.environ[STEP_S])
+        workers_module.RayLink, workers_module.Worker = OrderedRayLink, OrderedWorker  # type: ignore[misc]
+        return super().run()
+
+
+def serve_on_ray(recipe: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
+    """As `heloco serve` does, with one worker of its own."""
+    for name, value in zip((FOLDER, NUMBER, STEP_S), papers, strict=True):
+        os.environ[name] = str(value)
+    workers_module.WorkerActor = OrderedActor  # type: ignore[misc]
+    over: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: over.append(number))
+    said = functools.partial(print, "head:", file=sys.stderr, flush=True)
+    try:
+        token_file = Path(ray.pop("token_file"))
+        with RayEngine(recipe_for(*recipe), workers=1, tell=said, trusted=True, token_file=token_file, **ray) as engine:
+            while not over:
+                write(state, {"token": engine.token, **engine.status(), "launcher": launcher_of(engine)})
+                with contextlib.suppress(TimeoutError):
+                    engine.wait(0.02)
+                    time.sleep(0.1)  # it has ended: until we are told to end too
+    except (UserError, RunStopped, OSError) as error:
+        said(error)
+
+
+def launcher_of(engine: RayEngine) -> int:
+    process = engine.cluster._process
+    return process.pid if process else 0
+
+
+def work_on_node(number: int, address: str, token_file: str, node: str, folder: str, step_s: float) -> None:
+    """A worker as `heloco join ray:ADDRESS` makes it, on the node with that address."""
+    import ray
+
+    os.environ["RAY_AUTH_TOKEN_PATH"] = token_file
+    ray.init = functools.partial(ray.init, _node_ip_address=node)  # there are several nodes on this machine
+    while True:
+        try:
+            link = OrderedRayLink(f"ray:{address}")
+            break
+        except UserError as error:
+            print(f"worker {number}: {error}", file=sys.stderr, flush=True)
+            time.sleep(0.5)
+    link.papers = Papers(folder, number)
+    work_over(link, number, step_s)
