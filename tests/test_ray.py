@@ -30,7 +30,7 @@ from heloco.engine.cluster.link import Denied, LinkDown, digest_of
 from heloco.engine.cluster.memory import memory_of
 from heloco.engine.cluster.on_ray import Cluster, RayEngine, RayLink, actor, start_ray
 from heloco.engine.cluster.on_ray import link as ray_link
-from heloco.engine.cluster.on_ray.cluster import _translated, check_versions, require_ray
+from heloco.engine.cluster.on_ray.cluster import _PINGS, Tls, _settings, _translated, check_versions, require_ray
 from heloco.engine.cluster.on_ray.probe import listens, probe, split
 from heloco.engine.cluster.on_ray.store import store_bytes
 from heloco.engine.cluster.replay import replay
@@ -306,6 +306,19 @@ def test_ray_listens_on_loopback_alone(cluster):
         assert not listens(outside, split(address)[1])
 
 
+def test_rays_own_settings_for_tls_are_found(monkeypatch):
+    assert Tls.of_environment() is None
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/some/cert.pem")
+    with pytest.raises(UserError, match="RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT is not: set all of them"):
+        start_ray("127.0.0.1:1")
+
+
+def test_in_another_s_ray_nobody_pings_more_often_than_it_allows():
+    """Four workers in four minutes were lost to "too_many_pings" in a cluster that `ray start` had made."""
+    assert not set(_PINGS) & set(_settings(token="t", tls=None, loopback=False))
+
+
 def test_beyond_loopback_there_must_be_tls():
     with pytest.raises(UserError, match="unencrypted"):
         start_ray(host="192.0.2.7")
@@ -320,7 +333,7 @@ folder = sys.argv[1]
 tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
 cluster = start_ray(tls=tls)
 token = cluster.token_file.read_text()
-probe(cluster.address, token, tls)
+probe(cluster.address, token, Tls.of_environment())
 import ray
 class Echo:
     def say(self, word):

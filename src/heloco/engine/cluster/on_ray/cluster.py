@@ -32,6 +32,7 @@ LEAST_STORE = 150_000_000
 START_S, STOP_S = 90.0, 20.0
 LOOPBACK = ("127.0.0.1", "localhost")
 _CURRENT = "ray_current_cluster"
+TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _libc = ctypes.CDLL(None)
 _KEEPALIVE = {
     # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
@@ -60,8 +61,18 @@ class Tls:
         for path in (self.cert, self.key, self.ca):
             if not os.access(path, os.R_OK):
                 raise UserError(f"The TLS file {path} cannot be read: give one that is there and that you may read.")
-        files = {"RAY_TLS_SERVER_CERT": self.cert, "RAY_TLS_SERVER_KEY": self.key, "RAY_TLS_CA_CERT": self.ca}
-        return {"RAY_USE_TLS": "1", **{name: str(Path(path).resolve()) for name, path in files.items()}}
+        files = zip(TLS_FILES, (self.cert, self.key, self.ca), strict=True)
+        return {"RAY_USE_TLS": "1", **{name: str(Path(path).resolve()) for name, path in files}}
+
+    @classmethod
+    def of_environment(cls) -> "Tls | None":
+        """As Ray's own settings have it."""
+        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+            return None
+        missing = [name for name in TLS_FILES if not os.environ.get(name)]
+        if missing:
+            raise UserError(f"RAY_USE_TLS is set, and {', '.join(missing)} is not: set all of them, or none.")
+        return cls(*(os.environ[name] for name in TLS_FILES))
 
 
 def require_ray() -> Any:
@@ -137,6 +148,7 @@ def start_ray(
     """Starts Ray on this machine, or joins the one at `address` (HOST:PORT of a cluster this machine is a node of, or
     ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself."""
     ray = require_ray()
+    tls = tls or Tls.of_environment()
     if not address and host not in LOOPBACK and tls is None and not trusted:
         raise UserError(
             f"Ray would listen at {host} unencrypted: give certificate, key and authority (PEM), or say that the network is "
