@@ -41,7 +41,7 @@ def test_a_run_that_forgets_all_the_time_has_the_same_numbers(settings, tmp_path
     forgotten: list[int] = []
     real = memory.forget
     monkeypatch.setattr(memory, "forget", lambda address, size: forgotten.append(size) or real(address, size))
-    monkeypatch.setattr(memory, "MODELS", 0.0)
+    monkeypatch.setattr(memory, "FROM", 0.0)
     monkeypatch.setattr(memory, "LOOK_S", 0.0)
     as_it_is = history(tmp_path / "as it is", settings)
     assert not forgotten

@@ -34,6 +34,11 @@ class NormGuard:
     def on(self) -> bool:
         return self.limit < math.inf
 
+    @property
+    def clips(self) -> bool:
+        """A contribution that is clipped is copied."""
+        return self.on and self.how == "clip"
+
     def scale(self, norm: float) -> float:
         """1: as it is; 0: refuse it; else the factor to scale it with."""
         if len(self.recent) >= ENOUGH and norm > (most := self.limit * statistics.median(self.recent)):

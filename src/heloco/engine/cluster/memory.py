@@ -15,8 +15,9 @@ from pathlib import Path
 from torch import Tensor
 
 LINUX = sys.platform == "linux"
-MODELS = 3.25
-"""From so many models on, what was read of a contribution is forgotten while it is used."""
+MOST, FROM = 3.9, 3.25
+"""Where more than so many models would be in memory, what was read of a contribution is forgotten while it is used, from so many
+on. That takes time, for it is looked at more than once."""
 WORTH = 1 << 28
 """Bytes of a model that are worth it: beside a smaller one the program itself is what counts."""
 LOOK_S = 0.001
@@ -40,10 +41,10 @@ def forget(address: int, size: int) -> None:
 
 
 @contextlib.contextmanager
-def lean(mapped: Mapping[str, Tensor], model_bytes: int) -> Iterator[None]:
-    """As long as this process has more than MODELS models in memory, it forgets what it has read of these tensors of a mapped
-    file. Nobody may write to them."""
-    if not LINUX or model_bytes < WORTH:
+def lean(mapped: Mapping[str, Tensor], model_bytes: int, models: int = 1) -> Iterator[None]:
+    """If need be, forgets again and again what was read of these tensors of a mapped file, to which nobody may write. `models`:
+    how many come into memory with their use."""
+    if not LINUX or model_bytes < WORTH or resident_bytes() + models * model_bytes < MOST * model_bytes:
         yield
         return
     parts = [(t.data_ptr(), t.nbytes) for t in mapped.values() if t.nbytes]
@@ -51,7 +52,7 @@ def lean(mapped: Mapping[str, Tensor], model_bytes: int) -> Iterator[None]:
 
     def forgetting() -> None:
         while not over.wait(LOOK_S):
-            if resident_bytes() > MODELS * model_bytes:
+            if resident_bytes() > FROM * model_bytes:
                 for part in parts:
                     forget(*part)
 

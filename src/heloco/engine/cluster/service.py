@@ -82,7 +82,8 @@ class Service(Attendance):
     def _taken_in(self, machine: str, key: Key, told: dict[str, Any], incoming: Incoming) -> Ack:
         event = {"worker": key[0], "round": key[1], "version": key[2], **told}
         tensors = mapped(incoming.path, incoming.layout)
-        with lean(tensors, incoming.layout.size):
+        assert self.recorded is not None
+        with lean(tensors, incoming.layout.size, models=2 if self.recorded.synchronizer.guard.clips else 1):
             return self._used(machine, key, as_contribution(event, tensors), told["digest"])
 
     def _used(self, machine: str, key: Key, contribution: Contribution, digest: str) -> Ack:
