@@ -375,6 +375,17 @@ def test_a_pause_that_a_kill_fell_into_ends_when_the_run_goes_on(tmp_path, clock
         assert noted[-2:] == ["1 of at least 2 machines are here", ""] and all(a != b for a, b in itertools.pairwise(noted))
 
 
+def test_who_holds_a_round_from_before_a_restart_is_here_when_it_was_heard_of(tmp_path, clock):
+    service = opened(tmp_path / "run", clock)
+    hand = Hand(service, "one")
+    hand.take()
+    service.close()
+    service = opened(tmp_path / "run", clock)
+    assert [(machine["name"], machine["away"]) for machine in service.status()["machines"]] == [("one", True)]
+    service.beat(hand.machine, 1)
+    assert [(machine["name"], machine["away"]) for machine in service.status()["machines"]] == [("one", False)]
+
+
 def test_contributions_are_counted_over_restarts(tmp_path, clock):
     for started in range(3):
         service = opened(tmp_path / "run", clock, participation=100)

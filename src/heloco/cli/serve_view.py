@@ -74,7 +74,7 @@ class View:
 
     def tell(self, status: dict[str, Any]) -> None:
         """Elsewhere than on a terminal: a line for whoever comes or goes, for each pause and each evaluation."""
-        here = {m["machine"]: m["name"] for m in status["machines"]}
+        here = {m["machine"]: m["name"] for m in status["machines"] if not m["away"]}
         for machine, name in here.items():
             if machine not in self._known:
                 print(f"{name} is here ({machines(len(here))}).", flush=True)
@@ -120,7 +120,7 @@ def _machine_cells(machine: dict[str, Any]) -> list[str]:
     return [
         machine["name"],
         ("spare" if seat is None else str(seat)) + (f", now {held[0]}" if held and held[0] != seat else ""),
-        f"step {machine['steps']}" if held else "waits",
+        "not back yet" if machine["away"] else f"step {machine['steps']}" if held else "waits",
         _figure(machine["pace_s"], " s"),
         str(machine["arrivals"]),
         "–" if share is None else f"{share:.0%}",

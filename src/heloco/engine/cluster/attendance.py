@@ -77,6 +77,7 @@ class Attendance:
             owner = run.machine_of[worker]
             machine = self.machines.join("", self.now_s, returning=owner, seat=run.seats.get(owner))
             self.machines.took(machine, (worker, held.index, held.version), self.now_s)
+            machine.away = True
         self.starts.tidy(self.recorded.synchronizer)
         if run.finished:
             self.ended = "finished"

@@ -26,6 +26,8 @@ class Machine:
     progressed_s: float
     """When it last got on: a step, or bytes of a transfer."""
     pace_s: float | None = None
+    away: bool = False
+    """It holds a round from before a restart, and has not been heard of since."""
     steps: int = 0
     """Inner steps of its present round that are done."""
     round: tuple[int, int, int] | None = None
@@ -67,6 +69,7 @@ class Machines:
         if returning in self.present:
             machine = self.present[returning]
             machine.seen_s = machine.progressed_s = now_s
+            machine.away = False
         else:
             made = returning or f"{name}#{secrets.token_hex(4)}"
             machine = self.present[made] = Machine(made, seat if seat in self.empty_seats() else None, now_s, now_s, now_s)
@@ -91,7 +94,7 @@ class Machines:
         self.seat_the_waiting()
 
     def saw(self, machine: Machine, now_s: float) -> None:
-        machine.seen_s = now_s
+        machine.seen_s, machine.away = now_s, False
 
     def progressed(self, machine: Machine, now_s: float, *, a_step: bool = False) -> None:
         """By a step, or by bytes of a transfer, which say nothing about how long its steps take."""

@@ -225,7 +225,7 @@ class Service(Attendance):
                 "machines": [
                     {
                         "machine": m.id, "name": m.name, "seat": m.seat, "round": m.round, "steps": m.steps, "pace_s": m.pace_s,
-                        "arrivals": run.contributions[m.name] if run else 0, "silent_s": now_s - m.seen_s,
+                        "arrivals": run.contributions[m.name] if run else 0, "silent_s": now_s - m.seen_s, "away": m.away,
                         **(run.lately(now_s, m.id) if run else NO_RATES),
                     }
                     for m in self.machines
