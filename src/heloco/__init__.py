@@ -33,9 +33,9 @@ _HOME = {
     "Simulation": "heloco.engine.simulation",
     "simulate": "heloco.engine.simulate",
     "Result": "heloco.engine.simulate",
-    "join": "heloco.engine.cluster.hooks",
-    "Joined": "heloco.engine.cluster.hooks",
-    "HeLoCoCallback": "heloco.engine.cluster.hf_callback",
+    "join": "heloco.cluster.client.join",
+    "JoinedLoop": "heloco.cluster.client.join",
+    "HeLoCoCallback": "heloco.cluster.client.hf_callback",
     "Task": "heloco.task",
     "DatasetTask": "heloco.task.datasets",
     "UserError": "heloco.errors",
@@ -45,9 +45,9 @@ _HOME = {
 __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
-    from heloco.engine.cluster.hf_callback import HeLoCoCallback as HeLoCoCallback
-    from heloco.engine.cluster.hooks import Joined as Joined
-    from heloco.engine.cluster.hooks import join as join
+    from heloco.cluster.client.hf_callback import HeLoCoCallback as HeLoCoCallback
+    from heloco.cluster.client.join import JoinedLoop as JoinedLoop
+    from heloco.cluster.client.join import join as join
     from heloco.engine.simulate import Result as Result
     from heloco.engine.simulate import simulate as simulate
     from heloco.engine.simulation import Simulation as Simulation

@@ -7,15 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from heloco.cli.join import linked
+from heloco.cli.addresses import add_address_flags, linked
+from heloco.cli.flags import Parser
 from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.cluster.protocol.messages import RunInfo
 
 PROBE_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 ENOUGH_S = 1.0
 """A probe that took so long tells the bandwidth well enough."""
 CLOCK_OFF_S = 60.0
+
+
+def add_doctor_flags(made: Parser) -> None:
+    add_address_flags(made, "worker")
+    made.add_argument("--json", action="store_true", help="print JSON")
 
 
 @dataclass(frozen=True)
@@ -40,20 +49,21 @@ def doctor(parsed: argparse.Namespace) -> int:
 def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("this machine", True, here())
     yield gpu()
-    from heloco.engine.cluster.link import Denied, LinkDown
+    from heloco.cluster.protocol.link import LinkDown
+    from heloco.cluster.protocol.refusals import Refused
 
     try:
-        link = linked(parsed)
-        described = link.describe()
-    except (UserError, LinkDown, Denied) as error:
+        link = linked(parsed, "worker")
+        info = link.describe()
+    except (UserError, LinkDown, Refused) as error:
         yield Finding("connection", False, str(error))
         return
-    yield Finding("connection", True, f"{link.address} answers")
-    yield run_of(described)
-    for ask in (certificate, clock, latency, bandwidth):
+    yield Finding("connection", True, f"{link.address} answers, and shows the token's certificate")
+    yield run_of(info)
+    for ask in (clock, latency, bandwidth):
         try:
-            yield from ask(link, described)
-        except (LinkDown, Denied) as error:
+            yield from ask(link)
+        except (LinkDown, Refused) as error:
             yield Finding(ask.__name__, False, str(error))
     link.close()
 
@@ -82,23 +92,17 @@ def gpu() -> Finding:
     return Finding("GPU", True, ", ".join(names))
 
 
-def run_of(described: dict[str, Any]) -> Finding:
+def run_of(info: "RunInfo") -> Finding:
     import heloco
 
-    if described["ended"]:
-        return Finding("run", False, f"{described['run']} has ended: {described['ended']}")
-    if described["heloco"].split(".")[:2] != heloco.__version__.split(".")[:2]:
-        return Finding("run", False, f"has heloco {described['heloco']}: install the same here")
-    return Finding("run", True, f"{described['run']}, heloco {described['heloco']}")
+    if info.ended is not None:
+        return Finding("run", False, f"{info.run} has ended: {info.ended.text}")
+    if info.heloco.split(".")[:2] != heloco.__version__.split(".")[:2]:
+        return Finding("run", False, f"has heloco {info.heloco}: install the same here")
+    return Finding("run", True, f"{info.run}, heloco {info.heloco}")
 
 
-def certificate(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
-    if hasattr(link, "certificate_ends"):
-        days = (link.certificate_ends() - time.time()) / 86400
-        yield Finding("certificate", days > 0, f"the token's; valid for {days:.0f} more days")
-
-
-def clock(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+def clock(link: Any) -> Iterator[Finding]:
     if hasattr(link, "clock"):
         began = time.time()
         off_s = link.clock() - (began + time.time()) / 2
@@ -106,7 +110,7 @@ def clock(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("clock", abs(off_s) < CLOCK_OFF_S, told if abs(off_s) >= 0.1 else "the same as the synchronizer's")
 
 
-def latency(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+def latency(link: Any) -> Iterator[Finding]:
     times = []
     for _try in range(5):
         began = time.perf_counter()
@@ -115,7 +119,7 @@ def latency(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
     yield Finding("latency", True, f"{sorted(times)[2] * 1e3:.1f} ms for a request and its answer")
 
 
-def bandwidth(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
+def bandwidth(link: Any) -> Iterator[Finding]:
     for name, probe in (("download", getattr(link, "probe_down", None)), ("upload", getattr(link, "probe_up", None))):
         if probe is not None:
             rate = _rate(probe)

@@ -11,12 +11,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import heloco
-from heloco.cli.doctor import doctor
+from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, add_tokens_flags, evict, pause, tokens, unpause
+from heloco.cli.admin import stop as stop_run
+from heloco.cli.doctor import add_doctor_flags, doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.cli.join import add_join_flags, add_replay_flags, add_status_flags, join, replay, status
-from heloco.cli.join import stop as stop_run
 from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
-from heloco.cli.serve import add_serve_flags, serve, train_on_ray
+from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study import add_study_flags, study
 from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
@@ -94,8 +95,12 @@ def parser() -> Parser:
     add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
     add_status_flags(add("status", status, "How a run on real machines is doing."))
-    add_status_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
-    add_status_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
+    add_admin_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
+    add_pause_flags(add("pause", pause, "Hand out no more rounds of a run on real machines, until `heloco unpause`."))
+    add_admin_flags(add("unpause", unpause, "Hand out rounds again."))
+    add_evict_flags(add("evict", evict, "Send a machine away from a run for good."))
+    add_tokens_flags(add("tokens", tokens, "List, make and revoke the tokens of a run on real machines."))
+    add_doctor_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
@@ -132,7 +137,7 @@ def train(parsed: argparse.Namespace) -> int:
     flags = given_fields(parsed)
     given = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
     values = without_derived(RECIPES[parsed.recipe], [name for name in given if given[name] != ""]) | given
-    config = resolve(with_fields(RunConfig(), values))
+    config = resolve(with_fields(RunConfig(), with_seats(values, 0) if parsed.engine == "ray" else values))
     if parsed.out:
         RunFolder.check_free(parsed.out)
     if parsed.engine == "ray":
@@ -151,9 +156,9 @@ def resume(parsed: argparse.Namespace) -> int:
 
     from heloco.engine.build import model_digest
     from heloco.engine.local import LocalRun
+    from heloco.records.journal import FOLDER as JOURNAL
     from heloco.run import RunFolder
     from heloco.run.folder import CONFIG
-    from heloco.run.journal import FOLDER as JOURNAL
 
     folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
     if (folder.path / JOURNAL).exists():

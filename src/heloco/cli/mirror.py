@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
-    from heloco.engine.cluster.link import Link
+    from heloco.cluster.protocol.link import AdminLink
 
-WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal/events.jsonl")
+WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal")
+JOURNAL_SEGMENT = f"journal/events-{0:015d}.jsonl"
+"""The journal comes as one long file of lines."""
 EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
@@ -23,7 +25,7 @@ LOST_S = 60.0
 class Mirror:
     """Keeps `folder` like the run's; when the run cannot be reached it tries again."""
 
-    def __init__(self, link: "Link") -> None:
+    def __init__(self, link: "AdminLink") -> None:
         self.link = link
         self._made = tempfile.TemporaryDirectory(prefix="heloco-watch-")
         self.folder = Path(self._made.name) / "run"
@@ -42,22 +44,22 @@ class Mirror:
 
     def start(self) -> None:
         """Until there is something to see; then on, in a thread."""
-        from heloco.engine.cluster.link import Denied, LinkDown
+        from heloco.cluster.protocol.link import LinkDown
+        from heloco.cluster.protocol.refusals import Refused
 
         began = time.monotonic()
         try:
-            described = self.link.describe()
-            self.folder = self.folder.rename(self.folder.with_name(f"run-{described['run'][:8]}"))
-            external = described["external"]
-            missing = "No machine has brought its model yet" if external else "Nothing has been evaluated yet"
-            while not self.has(WHOLE if external else (*WHOLE, "evals.jsonl")):
+            info = self.link.describe()
+            self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
+            missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
+            while not self.has(WHOLE if info.external else (*WHOLE, "evals.jsonl")):
                 if time.monotonic() - began > WAIT_S:
                     raise UserError(f"{missing} at {self.link.address}: try again later.")
                 time.sleep(EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
-        except Denied as error:
-            raise UserError(str(error)) from error
+        except Refused as refused:
+            raise UserError(refused.text) from refused
         self._reached_s = time.monotonic()
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()
@@ -73,7 +75,7 @@ class Mirror:
                 self._read_on(name)
 
     def _read_on(self, name: str) -> None:
-        path = self.folder / name
+        path = self.folder / (JOURNAL_SEGMENT if name == "journal" else name)
         size = path.stat().st_size if path.exists() else 0
         while more := self.link.read(name, size):
             path.parent.mkdir(exist_ok=True)
@@ -82,13 +84,14 @@ class Mirror:
             size += len(more)
 
     def _follow(self) -> None:
-        from heloco.engine.cluster.link import Denied, LinkDown
+        from heloco.cluster.protocol.link import LinkDown
+        from heloco.cluster.protocol.refusals import Refused
 
         while not self._over.wait(EVERY_S):
             try:
                 self.refresh()
                 self._reached_s = time.monotonic()
-            except (LinkDown, Denied, UserError):
+            except (LinkDown, Refused, UserError):
                 continue
 
     def close(self) -> None:

@@ -13,13 +13,13 @@ from heloco.cli.flags import Parser, add_config_flags, given_fields
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
-    from heloco.engine.cluster.host import Door, Recipe
+    from heloco.cluster.protocol.messages import Right, Status
+    from heloco.cluster.server.process import ListenConfig, ServeSpec
     from heloco.run import RunConfig
 
 FAREWELL_S = 15.0
 LINGER_S = 1.2
 """Whoever watches from elsewhere looks twice a second: the last lines must reach them."""
-ON_PURPOSE = "stopped by "
 PAGE = "heloco.cli.page:page_of"
 EVERYWHERE = "0.0.0.0"
 
@@ -27,7 +27,7 @@ EVERYWHERE = "0.0.0.0"
 def add_serve_flags(made: Parser) -> None:
     made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
     made.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
-    made.add_argument("--seats", metavar="N", help="how many workers the run has [as many as paces, or as --workers]")
+    made.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
     made.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
     made.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
     made.add_argument("--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]")
@@ -39,10 +39,10 @@ def add_serve_flags(made: Parser) -> None:
 
 
 def serve(parsed: argparse.Namespace) -> int:
-    from heloco.engine.cluster.host import Door
+    from heloco.cluster.server.process import ListenConfig
 
     local = whole(parsed.workers, "workers")
-    before = (Door.kept(parsed.run) if parsed.run else None) or Door(EVERYWHERE)
+    before = (ListenConfig.kept(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
     port = whole(parsed.port, "port") if parsed.port else before.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
@@ -50,18 +50,18 @@ def serve(parsed: argparse.Namespace) -> int:
     names = tuple(parsed.name) or (before.names if host == before.host else ()) or own_names(host)
     page = PAGE if page_can_be_shown() else ""
     cert, key = (str(Path(given).resolve()) if given else "" for given in (parsed.cert, parsed.key))
-    door = Door(host, port, names, cert or before.cert, key or before.key, page)
+    listen = ListenConfig(host, port, names, cert or before.cert, key or before.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port)
-    return carry_on(recipe_for(parsed, local, door), local, parsed.ray)
+    return carry_on(spec_for(parsed, local, listen), local, parsed.ray)
 
 
 def own_names(host: str) -> tuple[str, ...]:
     """How others may call this machine: by its name, or by an address where it has none that means anything elsewhere."""
     if host not in (EVERYWHERE, "::"):
         return (host,)
-    found = dict.fromkeys(name for name in (socket.getfqdn(), socket.gethostname()) if not name.startswith("localhost"))
-    return tuple(found) or (outward_address(),)
+    names = dict.fromkeys(name for name in (socket.getfqdn(), socket.gethostname()) if not name.startswith("localhost"))
+    return tuple(names) or (outward_address(),)
 
 
 def outward_address() -> str:
@@ -73,7 +73,7 @@ def outward_address() -> str:
 
 def check_port(host: str, port: int) -> None:
     """Before a run is begun that could not be served."""
-    from heloco.engine.cluster.gateway.server import listen
+    from heloco.cluster.gateway.server import listen
 
     listen(host, port).close()
 
@@ -90,9 +90,9 @@ def page_can_be_shown() -> bool:
     return all(find_spec(part) is not None for part in ("plotly", "jinja2", "starlette"))
 
 
-def recipe_for(parsed: argparse.Namespace, local: int, door: "Door | None") -> "Recipe":
+def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
     """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
-    from heloco.engine.cluster.host import Recipe, recipe_of
+    from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.config import FIELDS, read_toml, to_toml
 
@@ -105,24 +105,34 @@ def recipe_for(parsed: argparse.Namespace, local: int, door: "Door | None") -> "
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
         changes = {name: value for name, value in flags.items() if FIELDS[name] == "cluster"}
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
-        return Recipe(str(parsed.run), "", cluster, flags.get("data"), door)
+        return ServeSpec(str(parsed.run), "", cluster, flags.get("data"), listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = whole(parsed.seats, "seats") if parsed.seats else 0 if "paces" in values else local
-    if seats:
-        values |= {"paces": [1.0] * seats, "workers": 0}
-    config = resolve(with_fields(RunConfig(), values))
+    seats = whole(parsed.seats, "seats") if parsed.seats else 0
+    config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
         RunFolder.check_free(parsed.out)
-    return recipe_of(config, parsed.out or make_next(Path("runs"), config.outer.method), door=door)
+    return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
+
+
+def with_seats(values: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """The values of a run on real machines: these have paces of their own, so only the number of workers is said.
+
+    `wanted`: how many workers, where the config does not say it; 0: as many as a simulation has."""
+    if "paces" in values:
+        return values  # refused where they are not all 1
+    from heloco.run import RunConfig
+
+    workers = int(values.get("workers") or wanted or len(RunConfig().workers.paces))
+    return {**values, "paces": [1.0] * workers, "workers": 0}
 
 
 def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
     """Real workers on this machine, as many as the run has."""
-    from heloco.engine.cluster.host import recipe_of
+    from heloco.cluster.server.process import spec_of
 
     if logs:
         raise UserError("--log works with the simulation engine: leave it out, or leave out --engine ray.")
-    return carry_on(recipe_of(config, out), len(config.workers.paces), "auto")
+    return carry_on(spec_of(config, out), len(config.workers.paces), "auto")
 
 
 # ---- running
@@ -132,11 +142,11 @@ class Engine(Protocol):
     """What serves a run: in this process, or in Ray's."""
 
     address: str
-    token: str
-    news: str
-    """What there is to tell about the token."""
+    notices: list[str]
+    """What whoever serves the run should know."""
 
-    def status(self) -> dict[str, Any]: ...
+    def token(self, right: "Right") -> str: ...
+    def status(self) -> "Status": ...
     def stop(self, reason: str) -> None: ...
     def trouble(self) -> str:
         """What a local worker or the synchronizer said that ended badly, where nobody can go on without a person."""
@@ -147,24 +157,27 @@ class Engine(Protocol):
 class HereEngine:
     """The service in this process, and its local workers in theirs, over the gateway."""
 
-    def __init__(self, recipe: "Recipe", local: int) -> None:
+    def __init__(self, spec: "ServeSpec", local: int) -> None:
         from heloco.cli.main import preparing
-        from heloco.engine.cluster.host import Host, LocalWorkers
+        from heloco.cluster.server.process import LocalWorkers, RunHost
 
         with preparing() as progress:
-            self.host = Host(recipe, progress)
-        self.address, self.token, self.news = self.host.address, self.host.token, self.host.news
+            self.host = RunHost(spec, progress)
+        self.address, self.notices = self.host.address, self.host.service.notices
         reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-        self.workers = LocalWorkers(local, reached, self.token, Path(recipe.folder)) if local else None
+        self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder)) if local else None
 
-    def status(self) -> dict[str, Any]:
+    def token(self, right: "Right") -> str:
+        return self.host.token(right)
+
+    def status(self) -> "Status":
         return self.host.status()
 
     def stop(self, reason: str) -> None:
         self.host.stop(reason)
 
     def trouble(self) -> str:
-        return self.workers.failed() if self.workers else ""
+        return self.workers.failure() if self.workers else ""
 
     def close(self) -> None:
         if self.workers:
@@ -172,17 +185,17 @@ class HereEngine:
         self.host.close()
 
 
-def engine_for(recipe: "Recipe", local: int, ray: str) -> Engine:
+def engine_for(spec: "ServeSpec", local: int, ray: str) -> Engine:
     from importlib.util import find_spec
 
-    if ray == "off" or (ray == "auto" and find_spec("ray") is None and recipe.door is not None):
-        return HereEngine(recipe, local)
-    from heloco.engine.cluster.on_ray import RayEngine
+    if ray == "off" or (ray == "auto" and find_spec("ray") is None and spec.listen is not None):
+        return HereEngine(spec, local)
+    from heloco.cluster.ray import RaySupervisor
 
-    return RayEngine(recipe, workers=local, address=None if ray == "auto" else ray)
+    return RaySupervisor(spec, workers=local, address=None if ray == "auto" else ray)
 
 
-def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
+def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
     """Serves until the run has ended or somebody ends it; says how."""
     from heloco.cli.serve_view import follow
 
@@ -191,76 +204,83 @@ def carry_on(recipe: "Recipe", local: int, ray: str) -> int:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    engine = engine_for(recipe, local, ray)  # until it stands, Ctrl-C ends it at once
+    engine = engine_for(spec, local, ray)  # until it stands, Ctrl-C ends it at once
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        if (state := engine.status())["ended"] == "finished":
-            print(f"{recipe.folder} is finished: all {state['planned']} arrivals are in.")
+        for notice in engine.notices:
+            print(notice, flush=True)
+        state = engine.status()
+        if state.ended is not None and state.ended.kind == "finished":
+            print(f"{spec.folder} is finished: all {state.planned} arrivals are in.")
             return 0
-        announce(engine, recipe, ray)
-        ended = follow(engine, Path(recipe.folder), lambda: bool(caught))
+        announce(engine, spec, ray)
+        ended = follow(engine, Path(spec.folder), lambda: bool(caught))
         if caught:
-            engine.stop(f"{ON_PURPOSE}{signal.Signals(caught[0]).name}")
-        if caught or ended.startswith(ON_PURPOSE):
-            print(how_to_go_on(recipe), flush=True)
-        let_all_hear_of_it(engine)
-        if caught:
+            engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
+        if caught or (ended is not None and ended.kind == "stopped"):
+            print(how_to_go_on(spec), flush=True)
+        if ended is None or ended.kind != "failed":
+            let_all_hear_of_it(engine)
+        if caught or ended is None:
             return 128 + caught[0]
     finally:
         engine.close()
         for number, handler in before.items():
             signal.signal(number, handler)
-    if ended == "finished":
-        print(f"The run's folder: {recipe.folder}")
-        return 0
-    if ended.startswith(ON_PURPOSE):  # `heloco stop`
-        return 0
-    raise UserError(f"The run has ended: {ended}")
+    if ended.kind in ("failed", "gave-up"):
+        raise UserError(f"The run has ended: {ended.text}")
+    if ended.kind == "finished":
+        print(f"The run's folder: {spec.folder}")
+    return 0
 
 
-def how_to_go_on(recipe: "Recipe") -> str:
-    if recipe.again() is recipe and recipe.config:
-        return f"Stopped before a machine brought a model: the same command with --out {recipe.folder} starts again."
-    return f"Stopped and saved. `heloco serve {recipe.folder}` goes on."
+def how_to_go_on(spec: "ServeSpec") -> str:
+    if spec.for_restart() is spec and spec.config:
+        return f"Stopped before a machine brought a model: the same command with --out {spec.folder} starts again."
+    return f"Stopped and saved. `heloco serve {spec.folder}` goes on."
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
     """Machines come for the last model and leave; those that do not come are not waited for long."""
     now = time.monotonic()
     least, most = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    while (now := time.monotonic()) < least or (now < most and engine.status()["machines"]):
+    while (now := time.monotonic()) < least or (now < most and engine.status().machines):
         time.sleep(0.1)
 
 
-def announce(engine: Engine, recipe: "Recipe", ray: str) -> None:
+def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
     if not engine.address:
         return
-    if engine.news:
-        print(engine.news)
-    shown = reachable(engine.address, recipe)
-    if brought(recipe):
-        print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={engine.token}", flush=True)
+    shown, worker = reachable(engine.address, spec), engine.token("worker")
+    if is_external(spec):
+        print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={worker}", flush=True)
     else:
-        print(f"On other machines:  heloco join {shown} --token {engine.token}", flush=True)
+        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {shown}", flush=True)
         if ray not in ("auto", "off"):
             print(f"On Ray's nodes:     heloco join ray:{ray.removeprefix('ray:')}", flush=True)
-    if recipe.door and not recipe.door.page:
+    viewer = engine.token("viewer")
+    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {shown}", flush=True)
+    if spec.listen and not spec.listen.page:
         print('Live page:          needs plotly and jinja2: pip install "heloco[report]"', flush=True)
-    elif recipe.door:
-        from heloco.engine.cluster.gateway.credentials import view_key
+    elif spec.listen:
+        from heloco.cluster.protocol.tokens import parse_token
 
-        print(f"Live page:          {shown}/page?key={view_key(engine.token)}", flush=True)
+        print(f"Live page:          {shown}/page?key={parse_token(viewer).secret}", flush=True)
+    print(f"To rule it, here:   heloco stop {spec.folder} (also pause, evict, tokens)", flush=True)
 
 
-def brought(recipe: "Recipe") -> bool:
+def is_external(spec: "ServeSpec") -> bool:
     """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train."""
-    kept = Path(recipe.folder) / "config.toml"
-    return 'task = "external"' in (recipe.config or (kept.read_text() if kept.exists() else ""))
+    import tomllib
+
+    kept = Path(spec.folder) / "config.toml"
+    text = spec.config or (kept.read_text() if kept.exists() else "")
+    return bool(tomllib.loads(text).get("data", {}).get("task") == "external")
 
 
-def reachable(address: str, recipe: "Recipe") -> str:
+def reachable(address: str, spec: "ServeSpec") -> str:
     """The address as others may call it."""
-    if recipe.door is None or not recipe.door.names:
+    if spec.listen is None or not spec.listen.names:
         return address
-    name = recipe.door.names[0]
+    name = spec.listen.names[0]
     return f"https://{f'[{name}]' if ':' in name else name}:{address.rpartition(':')[2]}"

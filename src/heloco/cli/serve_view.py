@@ -1,132 +1,227 @@
-"""What `heloco serve` and `heloco status` show: the run, and the machines that take part."""
+"""What `heloco serve` and `heloco status` show: the run, and the machines that take part.
 
+The display reads only what is added to the run's files while it looks: neither its memory nor its start grows with the run."""
+
+import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from heloco.report.reading import CONFIG, META, Run
-from heloco.report.terminal import Progress, duration, number, tables
+from heloco.cluster.protocol.messages import Ended, MachineStatus, Status
+from heloco.report.reading import CONFIG, EVALS, META, TAPE
+from heloco.report.summary import EXTERNAL, Record, summarize
+from heloco.report.terminal import duration, number, tables
 
 if TYPE_CHECKING:
     from heloco.cli.serve import Engine
 
 LOOK_EVERY_S = 0.25
+TAIL_BYTES = 1 << 18
 
 
-def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> str:
-    """Looks on until the run has ended, and says why it did; empty where `stopping` came first."""
+def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ended | None:
+    """Looks on until the run has ended, and says why it did; None where `stopping` came first."""
     console = Console()
-    view = View(folder, console)
+    view = RunView(folder, console)
     if not console.is_terminal:
-        return _looking(engine, view, stopping, view.tell)
+        return _look_on(engine, view, stopping, view.tell)
     with Live(console=console, refresh_per_second=4) as live:
-        ended = _looking(engine, view, stopping, lambda status: live.update(view.panel(status)))
-    if view.run is not None:
-        for table in tables(view.run.summary):
-            console.print(table)
+        ended = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
+    for table in final_tables(folder):
+        console.print(table)
     return ended
 
 
-def _looking(engine: "Engine", view: "View", stopping: Callable[[], bool], show: Callable[[dict[str, Any]], Any]) -> str:
+def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
     while True:
         status = engine.status()
         view.refresh()
         show(status)
-        if status["ended"]:
-            return str(status["ended"])
-        if not status["machines"] and (trouble := engine.trouble()):
+        if status.ended is not None:
+            return status.ended
+        if not status.machines and (trouble := engine.trouble()):
             engine.stop(f"its local workers could not start: {trouble}")
         if stopping():
-            return ""
+            return None
         time.sleep(LOOK_EVERY_S)
 
 
-class View:
-    """What the run's folder tells, and what is new in it."""
+def final_tables(folder: Path) -> Iterator[RenderableType]:
+    """What a run shows that has ended, from its whole tape, read line by line."""
+    from heloco.run.lines import read_lines
+
+    if (folder / META).exists():
+        meta = json.loads((folder / META).read_text())
+        yield from tables(summarize(meta, read_lines(folder / TAPE), read_lines(folder / EVALS)))
+
+
+class Tail:
+    """The lines that are added to a file from now on; of those before only the last one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        size = path.stat().st_size if path.exists() else 0
+        self._offset = max(0, size - TAIL_BYTES)
+        before = list(self.more())
+        self.last: Record | None = before[-1] if before else None
+
+    def more(self) -> Iterator[Record]:
+        if not self.path.exists():
+            return
+        if self.path.stat().st_size < self._offset:  # the run was taken up again, and cut it back
+            self._offset = self.path.stat().st_size
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                try:
+                    record = json.loads(line)
+                except ValueError:  # the reading began in the middle of a line
+                    continue
+                self.last = record
+                yield record
+
+
+class RunView:
+    """What the run's folder says, and what is new in it."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
-        self.run: Run | None = None
-        self.progress: Progress | None = None
-        self._told = 0
-        self._known: dict[str, str] = {}
+        self.meta: Record = {}
+        self._tape: Tail | None = None
+        self._evals: Tail | None = None
+        self._new_lines: list[str] = []
+        self._losses: list[float] = []
+        self._machines: dict[str, str] = {}
         self._paused = ""
 
     def refresh(self) -> None:
-        if self.run is None and (self.folder / CONFIG).exists() and (self.folder / META).exists():
-            self.run = Run(self.folder)
-            self.progress = Progress(self.run.summary, self.run.planned or 0, self.console)
-            self._told = max(0, len(self.run.progress_lines) - 1)  # of a run that is taken up only where it stands
-        elif self.run is not None:
-            self.run.refresh()
-        if self.run is not None and self.progress is not None:
-            self.progress.summary = self.run.summary
+        if not self.meta:
+            if not ((self.folder / CONFIG).exists() and (self.folder / META).exists()):
+                return
+            self.meta = json.loads((self.folder / META).read_text())
+            self._tape, self._evals = Tail(self.folder / TAPE), Tail(self.folder / EVALS)
+            if self._evals.last is not None:
+                self._new_lines.append(_evaluation_sentence(self._evals.last, self.meta))
+            return
+        assert self._tape is not None and self._evals is not None
+        for line in self._tape.more():
+            if line.get("loss") is not None:
+                self._losses = [*self._losses[-99:], float(line["loss"])]
+            if self.is_external and line["verdict"] != "refused":
+                self._new_lines += self._mark(line)
+        self._new_lines += [_evaluation_sentence(line, self.meta) for line in self._evals.more()]
 
-    def panel(self, status: dict[str, Any]) -> RenderableType:
-        parts: list[RenderableType] = [self.progress.panel()] if self.progress else []
-        return Group(*parts, machines_table(status))
+    @property
+    def is_external(self) -> bool:
+        return self.meta.get("task_digest") == EXTERNAL
 
-    def tell(self, status: dict[str, Any]) -> None:
+    def _mark(self, line: Record) -> list[str]:
+        """Where nothing is evaluated: now and then, what the machines say of their losses."""
+        every = self.meta.get("eval_every") or 10
+        if line["arrival"] % every:
+            return []
+        recent = self._losses[-every:]
+        loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
+        return [f"arrival {line['arrival']:>6}  real {duration(line['time_s'])}  {loss}"]
+
+    @property
+    def loss(self) -> str:
+        if self.is_external:
+            recent = self._losses[-20:]
+            return f"training loss [b]{number(sum(recent) / len(recent) if recent else None)}[/] (nothing is evaluated)"
+        last = self._evals.last if self._evals else None
+        return f"validation loss [b]{number((last or {}).get('mean', {}).get('loss'))}[/]"
+
+    def panel(self, status: Status) -> RenderableType:
+        self._new_lines.clear()
+        left_s = (status.planned - status.arrivals) / status.per_minute * 60 if status.per_minute else math.nan
+        times = f"{duration(status.time_s)} gone" + (f", {duration(left_s)} left" if math.isfinite(left_s) else "")
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(ProgressBar(status.planned, status.arrivals), f"{status.arrivals}/{status.planned} arrivals · {times}")
+        facts = Table.grid(padding=(0, 3))
+        facts.add_row(f"outer step [b]{status.outer_step}[/]", self.loss)
+        title = f"[b]{self.meta.get('method', 'a run without a model yet')}[/]"
+        return Group(Panel(Group(bar, facts), title=title, title_align="left"), machines_table(status))
+
+    def tell(self, status: Status) -> None:
         """Elsewhere than on a terminal: a line for whoever comes or goes, for each pause and each evaluation."""
-        here = {m["machine"]: m["name"] for m in status["machines"] if not m["away"]}
+        here = {m.machine: m.name for m in status.machines if not m.is_away}
         for machine, name in here.items():
-            if machine not in self._known:
-                print(f"{name} is here ({machines(len(here))}).", flush=True)
-        for machine, name in self._known.items():
+            if machine not in self._machines:
+                print(f"{name} is here ({count_machines(len(here))}).", flush=True)
+        for machine, name in self._machines.items():
             if machine not in here:
-                print(f"{name} is gone ({machines(len(here))}).", flush=True)
-        self._known = here
-        if status["paused"] != self._paused:
-            self._paused = status["paused"]
-            print(f"The run pauses: {self._paused}." if self._paused else "The run goes on.", flush=True)
-        if self.run is not None and self.progress is not None:
-            for line in self.run.progress_lines[self._told :]:
-                self.progress.tell(line)
-            self._told = len(self.run.progress_lines)
+                print(f"{name} is gone ({count_machines(len(here))}).", flush=True)
+        self._machines = here
+        paused = status.paused.text if status.paused else ""
+        if paused != self._paused:
+            self._paused = paused
+            print(f"The run pauses: {paused}." if paused else "The run goes on.", flush=True)
+        for line in self._new_lines:
+            print(line, flush=True)
+        self._new_lines.clear()
 
 
-def machines(count: int) -> str:
+def _evaluation_sentence(line: Record, meta: Record) -> str:
+    return (
+        f"arrival {line['arrival']:>6}  real {duration(line['time_s'])}  {line['units']:,} {meta['unit']}  "
+        f"mean validation loss {number(line['mean'].get('loss'))}"
+    )
+
+
+def count_machines(count: int) -> str:
     return "1 machine" if count == 1 else f"{count} machines"
 
 
-def machines_table(status: dict[str, Any]) -> RenderableType:
+def machines_table(status: Status) -> RenderableType:
     """Who is here, what they do, and who contributed lately."""
-    over = status["participation_over"]
-    lately = f"{len(status['participants'])} contributed to the last {over} arrivals" if over else "nobody has contributed yet"
-    workers = "1 worker" if status["seats"] == 1 else f"{status['seats']} workers"
-    title = Text(f"{machines(len(status['machines']))} for {workers}, {lately}{per_minute(status)}", "italic")
-    above = [Text(f"paused: {status['paused']}", "yellow")] if status["paused"] else []
+    window = status.participation_window
+    contributed = (
+        f"{len(status.participants)} contributed to the last {window} arrivals" if window else "nobody has contributed yet"
+    )
+    workers = "1 worker" if status.seats == 1 else f"{status.seats} workers"
+    title = Text(f"{count_machines(len(status.machines))} for {workers}, {contributed}{per_minute(status)}", "italic")
+    above = [Text(f"paused: {status.paused.text}", "yellow")] if status.paused else []
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("machine", "worker", "doing", "pace", "arrivals", "share", "stale", "per min", "heard of"):
-        left = name in ("machine", "doing")
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left, overflow="ellipsis")
-    for machine in status["machines"]:
-        table.add_row(*map(Text, _machine_cells(machine)))
-    said = f"share, mean staleness and arrivals per minute: over the last {over} arrivals"
+        is_left = name in ("machine", "doing")
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=not is_left, overflow="ellipsis")
+    names = [m.name for m in status.machines]
+    for machine in status.machines:
+        table.add_row(*map(Text, _machine_cells(machine, is_unique=names.count(machine.name) == 1)))
+    caption = f"share, mean staleness and arrivals per minute: over the last {window} arrivals"
     parts: list[RenderableType] = [*above, title]
-    if status["machines"]:
-        parts += [table, *([Text(said, "dim")] if over else [])]
+    if status.machines:
+        parts += [table, *([Text(caption, "dim")] if window else [])]
     return Group(*parts)
 
 
-def _machine_cells(machine: dict[str, Any]) -> list[str]:
-    held, seat, share = machine["round"], machine["seat"], machine["share"]
+def _machine_cells(machine: MachineStatus, *, is_unique: bool) -> list[str]:
+    held, seat = machine.round, machine.seat
     return [
-        machine["name"],
-        ("spare" if seat is None else str(seat)) + (f", now {held[0]}" if held and held[0] != seat else ""),
-        "not back yet" if machine["away"] else f"step {machine['steps']}" if held else "waits",
-        _figure(machine["pace_s"], " s"),
-        str(machine["arrivals"]),
-        "–" if share is None else f"{share:.0%}",
-        number(machine["staleness"], 1),
-        _figure(machine["per_minute"]),
-        f"{machine['silent_s']:.0f} s ago",
+        machine.name if is_unique else machine.machine,
+        ("spare" if seat is None else str(seat)) + (f", now {held.worker}" if held and held.worker != seat else ""),
+        "not back yet" if machine.is_away else f"step {machine.steps}" if held else "waits",
+        _figure(machine.pace_s, " s"),
+        str(machine.arrivals),
+        "–" if machine.share is None else f"{machine.share:.0%}",
+        number(machine.staleness, 1),
+        _figure(machine.per_minute),
+        f"{machine.silent_s:.0f} s ago",
     ]
 
 
@@ -134,16 +229,15 @@ def _figure(value: float | None, unit: str = "") -> str:
     return "–" if value is None else f"{value:,.0f}{unit}" if value >= 1000 else f"{value:.3g}{unit}"
 
 
-def per_minute(status: dict[str, Any]) -> str:
-    rate = status["per_minute"]
-    return "" if rate is None else f" ({_figure(rate)} a minute)"
+def per_minute(status: Status) -> str:
+    return "" if status.per_minute is None else f" ({_figure(status.per_minute)} a minute)"
 
 
-def status_lines(status: dict[str, Any]) -> list[str]:
+def status_lines(status: Status) -> list[str]:
     """A run's state in a few sentences."""
-    state = f"ended: {status['ended']}" if status["ended"] else f"paused: {status['paused']}" if status["paused"] else "going"
+    paused = f"paused: {status.paused.text}" if status.paused else "going"
+    state = f"ended: {status.ended.text}" if status.ended else paused
     return [
-        f"Run {status['run']} ({status['folder']}): {state}.",
-        f"{status['arrivals']} of {status['planned']} arrivals, outer step {status['outer_step']}, "
-        f"{duration(status['time_s'])} gone.",
+        f"Run {status.run} ({status.folder}): {state}.",
+        f"{status.arrivals} of {status.planned} arrivals, outer step {status.outer_step}, {duration(status.time_s)} gone.",
     ]

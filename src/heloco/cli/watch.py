@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from heloco.cli.addresses import add_token_flags, link_to
 from heloco.cli.flags import Parser
 from heloco.errors import RunStopped, UserError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 def add_watch_flags(made: Parser) -> None:
     made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served")
-    made.add_argument("--token", metavar="TEXT", help="of a run that is served [HELOCO_TOKEN]")
+    add_token_flags(made, "viewer")
     made.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
     made.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
     made.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
@@ -25,18 +26,17 @@ def add_watch_flags(made: Parser) -> None:
 def watch(parsed: argparse.Namespace) -> int:
     mirrors: list[Mirror] = []
     with contextlib.ExitStack() as stack:
-        folders = [here(run, parsed.token, stack, mirrors) for run in parsed.runs]
+        folders = [here(run, parsed, stack, mirrors) for run in parsed.runs]
         return show(parsed, folders, lambda: next((why for mirror in mirrors if (why := mirror.lost())), ""))
 
 
-def here(run: str, token: str | None, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
+def here(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
     """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
     from heloco.cli.mirror import Mirror
-    from heloco.engine.cluster.connect import connect
 
-    mirror = Mirror(connect(run.rstrip("/"), token))
+    mirror = Mirror(link_to(run.rstrip("/"), parsed.token, parsed.token_file, "viewer"))
     stack.callback(mirror.close)
     mirror.start()
     mirrors.append(mirror)

@@ -29,7 +29,7 @@ def participation(runs: Sequence[Run]) -> Chart | None:
     views = [_participation(run, len(runs)) for run in runs if run.real and len(run.tape)]
     about = (
         "A machine takes part if it contributed to the last arrivals; being here is not enough. With fewer than min_workers the "
-        "run pauses. Machines of one name count once. On the right: how much of those arrivals came from whom."
+        "run pauses. On the right: how much of those arrivals came from whom."
     )
     return Chart("participation", "Participation", about, views, "run", switches=()) if views else None
 
@@ -56,7 +56,7 @@ def _participation(run: Run, runs: int) -> View:
 
 
 def _windows(run: Run, places: Sequence[int]) -> Iterator[Counter[str]]:
-    """After each arrival: how many of the last ones came under which name. By names the run goes, too, when it pauses."""
+    """After each arrival: how many of the last ones came from which machine."""
     recent, counts = deque[str](maxlen=run.window), Counter[str]()
     for i in places:
         if len(recent) == recent.maxlen:
@@ -70,8 +70,8 @@ def _windows(run: Run, places: Sequence[int]) -> Iterator[Counter[str]]:
 def _pause_line(run: Run) -> Line | None:
     """Along the axis, with gaps."""
     x, y = list[float](), list[float | None]()
-    for pause in run.attendance.pauses[-PAUSES:]:
-        end_s = run.attendance.time_s if pause.end_s is None else pause.end_s
+    for pause in run.journal.pauses[-PAUSES:]:
+        end_s = run.journal.time_s if pause.end_s is None else pause.end_s
         x += [pause.start_s, end_s, end_s]
         y += [0.0, 0.0, None]
     return Line(PAUSED[0], x, y, colour=PAUSED[1]) if x else None
@@ -79,13 +79,13 @@ def _pause_line(run: Run) -> Line | None:
 
 def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
     """Of each machine its part of the last arrivals, over time."""
-    parts = {machine.name: list[float]() for machine in _drawn(run)}
+    parts = {machine.id: list[float]() for machine in _drawn(run)}
     for window in _windows(run, places):
-        for name, part in parts.items():
-            part.append(window[name] / window.total())
+        for machine, part in parts.items():
+            part.append(window[machine] / window.total())
     x = [run.tape.time_s[i] for i in places]
     looks = zip(parts.items(), WORKER_COLOURS, strict=False)
-    return [line_of(name, x, part, (colour, False), most) for (name, part), colour in looks]
+    return [line_of(run.summary.label(machine), x, part, (colour, False), most) for (machine, part), colour in looks]
 
 
 def shares(runs: Sequence[Run]) -> Chart | None:
@@ -103,13 +103,14 @@ def _shares(run: Run) -> View:
     ]
     more = len(summary.machines) - len(drawn)
     notes = [f"The {DRAWN} with the most contributions; {more} others are in the table."] if more else []
-    return View(run.name, Bars("machine", "share", [machine.name for machine in drawn], series), notes)
+    labels = [summary.label(machine.id) for machine in drawn]
+    return View(run.name, Bars("machine", "share", labels, series), notes)
 
 
 def _drawn(run: Run) -> list[MachineSummary]:
     """Those with the most contributions, by name, so that their colours stay."""
     most = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
-    return sorted(most, key=lambda machine: machine.name)
+    return sorted(most, key=lambda machine: machine.id)
 
 
 # ---- tables
@@ -119,7 +120,7 @@ def tables(runs: Sequence[Run]) -> list[TableData]:
     """Of the runs on real machines; none where there is no such run."""
     real = [run for run in runs if run.real]
     if not any(run.summary.machines for run in real):
-        return [_pauses_table(real)] if any(run.attendance.pauses for run in real) else []
+        return [_pauses_table(real)] if any(run.journal.pauses for run in real) else []
     return [_machines_table(real), _pauses_table(real)]
 
 
@@ -129,9 +130,9 @@ def _machines_table(runs: Sequence[Run]) -> TableData:
     header = ["machine", *(["run"] if len(runs) > 1 else []), "worker", "contributions", "share", lately, "last contribution"]
     rows = []
     for run in runs:
-        for name, machine in sorted(run.summary.machines.items()):
-            of, times = [Cell(run.name)] if len(runs) > 1 else [], len(machine.ids)
-            rows.append([Cell(name, f"joined {times} times" if times > 1 else ""), *of, *_machine_cells(run, machine)])
+        for id_, machine in sorted(run.summary.machines.items()):
+            run_cell = [Cell(run.name)] if len(runs) > 1 else []
+            rows.append([Cell(run.summary.label(id_)), *run_cell, *_machine_cells(run, machine)])
     caption = (
         "A machine has one worker of its own and does the rounds of others that have none. Seconds per step are measured from "
         "handing out to arrival, transfers included. Refused: not finite, or too large by norm_limit."
@@ -140,7 +141,7 @@ def _machines_table(runs: Sequence[Run]) -> TableData:
 
 
 def _machine_cells(run: Run, machine: MachineSummary) -> list[Cell]:
-    summary, parting = run.summary, run.attendance.parted.get(machine.name)
+    summary, parting = run.summary, run.journal.parted.get(machine.id)
     gone = f"{parting.kind} at {duration(parting.time_s)}: {parting.reason}" if parting else ""
     last = "–" if machine.last_s is None else f"arrival {machine.last_arrival:,} at {duration(machine.last_s)}"
     pace = "–" if machine.measured_s is None else f"{machine.measured_s:.3g}"
@@ -154,8 +155,8 @@ def _machine_cells(run: Run, machine: MachineSummary) -> list[Cell]:
 def _pauses_table(runs: Sequence[Run]) -> TableData:
     rows, left_out = list[list[Cell]](), 0
     for run in runs:
-        left_out += max(0, len(run.attendance.pauses) - PAUSES)
-        for pause in run.attendance.pauses[-PAUSES:]:
+        left_out += max(0, len(run.journal.pauses) - PAUSES)
+        for pause in run.journal.pauses[-PAUSES:]:
             behind = bisect_right(run.tape.time_s, pause.start_s)
             arrival = run.tape.arrival[behind - 1] if behind else 0
             lasted = "not ended" if pause.end_s is None else f"{pause.end_s - pause.start_s:,.1f} s"

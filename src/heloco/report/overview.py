@@ -97,7 +97,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
             said.append(f"{run.name}: the last evaluation has no finite loss.")
         if refused := run.summary.verdicts.get("refused"):
             said.append(f"{run.name}: {refused:,} contributions were refused.")
-        if run.attendance.paused and run.summary.arrivals < (run.planned or 0):
-            pause = run.attendance.pauses[-1]
+        if run.journal.is_paused and run.summary.arrivals < (run.planned or 0):
+            pause = run.journal.pauses[-1]
             said.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")
     return said

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from heloco.errors import UserError
-from heloco.report.attendance import JOURNAL, Attendance
-from heloco.report.summary import Record, RunSummary, name_of
+from heloco.records.events import Event
+from heloco.report.journal_summary import JournalSummary, JournalTail
+from heloco.report.summary import Record, RunSummary
 
 CONFIG, META, TAPE, EVALS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl"
 META_KEYS = ("method", "paces", "unit", "task_digest", "shards", "blocks")
@@ -45,7 +46,7 @@ class Columns:
     cosine: "list[array[float]]" = field(default_factory=list)
     """A number per block, in single precision: the tape has six digits."""
     machine: list[str] = field(default_factory=list)
-    """Its name; empty in a simulation."""
+    """Its id; empty in a simulation."""
 
     def __len__(self) -> int:
         return len(self.arrival)
@@ -55,7 +56,7 @@ class Columns:
         values = {name: int(line[name]) for name in WHOLE} | {name: float(line[name]) for name in ("time_s", "start_s")}
         values |= {name: _norm(blocks.get(name)) for name in NORMS} | {"loss": _number(line["loss"])}
         cosine = array("f", map(_number, blocks.get("cosine") or ()))
-        self.machine.append(sys.intern(name_of(str(line.get("machine", "")))))
+        self.machine.append(sys.intern(str(line.get("machine", ""))))
         for name, value in {**values, "verdict": str(line["verdict"]), "case": str(blocks.get("case", ""))}.items():
             getattr(self, name).append(value)
         self.cosine.append(cosine)
@@ -115,24 +116,29 @@ class Run:
     def _start(self) -> None:
         self.tape, self.evals, self.marks = Columns(), list[Record](), list[Record]()
         self.summary = RunSummary(self.meta, self.window if self.meta.get("clock") == "real" else 0)
-        self.attendance = Attendance()
-        self._tails = {name: Tail(self.path / name) for name in (TAPE, EVALS, *((JOURNAL,) if self.summary.real else ()))}
+        self.journal = JournalSummary()
+        self._tails = {name: Tail(self.path / name) for name in (TAPE, EVALS)}
+        self._journal = JournalTail(self.path) if self.summary.real else None
 
     def refresh(self) -> bool:
         """Whether there was anything new. A run that was resumed cut its tape back: it is read anew."""
         try:
-            if any(tail.offset > (tail.path.stat().st_size if tail.path.exists() else 0) for tail in self._tails.values()):
+            is_shorter = any(
+                tail.offset > (tail.path.stat().st_size if tail.path.exists() else 0) for tail in self._tails.values()
+            )
+            if is_shorter or (self._journal is not None and self._journal.was_cut()):
                 self._start()
             before = self._known()
-            for name, take in ((TAPE, self._arrived), (EVALS, self._evaluated), (JOURNAL, self._noted)):
-                if name in self._tails:
-                    self._take_in(self._tails[name], take)
+            for name, take in ((TAPE, self._arrived), (EVALS, self._evaluated)):
+                self._take_in(self._tails[name], take)
+            for event in self._journal.more() if self._journal is not None else ():
+                self._noted(event)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror}): give folders that you may read.") from error
         return self._known() != before
 
     def _known(self) -> int:
-        return len(self.tape) + len(self.evals) + self.attendance.told
+        return len(self.tape) + len(self.evals) + self.journal.changes
 
     def _take_in(self, tail: Tail, take: Any) -> None:
         for line in tail.more():
@@ -156,8 +162,8 @@ class Run:
             loss = sum(losses) / len(losses) if losses else None
             self.marks.append({**kept, "units": self.summary.units, "training_loss": loss})
 
-    def _noted(self, event: Record) -> None:
-        if refused := self.attendance.follow(event):
+    def _noted(self, event: Event) -> None:
+        if refused := self.journal.follow(event):
             self.summary.verdicts["refused"] = self.summary.verdicts.get("refused", 0) + 1
             self.summary.refused(*refused)
 
@@ -203,7 +209,7 @@ class Run:
     @property
     def has_journal(self) -> bool:
         """A run that is watched from elsewhere may be here without it."""
-        return (self.path / JOURNAL).exists()
+        return self._journal is not None and self._journal.exists
 
     @property
     def progress_lines(self) -> list[Record]:

@@ -50,10 +50,9 @@ class WorkerSummary(Contributions):
 
 @dataclass
 class MachineSummary(Contributions):
-    """All that came under one name: who leaves and comes back gets another id."""
+    """All that came from one machine."""
 
-    name: str
-    ids: set[str] = field(default_factory=set)
+    id: str
     workers: set[int] = field(default_factory=set)
     """Whose rounds it did."""
     last_arrival: int | None = None
@@ -61,7 +60,7 @@ class MachineSummary(Contributions):
 
 
 def name_of(machine: str) -> str:
-    """A machine's id is its name, # and something random."""
+    """What a machine calls itself: its id is that, # and something random."""
     return machine.rpartition("#")[0] or machine
 
 
@@ -83,9 +82,9 @@ class RunSummary:
     first_eval: Record | None = None
     last_eval: Record | None = None
     machines: dict[str, MachineSummary] = field(default_factory=dict)
-    """By their names; none in a simulation."""
+    """By their ids; none in a simulation."""
     recent: deque[str] = field(init=False)
-    """The machines behind the last arrivals."""
+    """The machines of the last arrivals."""
 
     def __post_init__(self) -> None:
         self.workers = [WorkerSummary(pace) for pace in self.meta["paces"]]
@@ -135,12 +134,15 @@ class RunSummary:
             part.took_s += line["time_s"] - line["start_s"]
         machine.workers.add(line["worker"])
         machine.last_arrival, machine.last_s = line["arrival"], line["time_s"]
-        self.recent.append(machine.name)
+        self.recent.append(machine.id)
 
     def machine(self, id: str) -> MachineSummary:
-        found = self.machines.setdefault(name_of(id), MachineSummary(name_of(id)))
-        found.ids.add(id)
-        return found
+        return self.machines.setdefault(id, MachineSummary(id))
+
+    def label(self, machine: str) -> str:
+        """What a machine is shown as: its name, or its id where others have the same name."""
+        name = name_of(machine)
+        return machine if sum(name_of(other) == name for other in self.machines) > 1 else name
 
     def refused(self, worker: int, machine: str | None) -> None:
         self.workers[worker].refused += 1
@@ -160,7 +162,7 @@ class RunSummary:
 
     def recent_share(self, machine: MachineSummary) -> float:
         """Of the last arrivals."""
-        return self.recent.count(machine.name) / len(self.recent) if self.recent else 0.0
+        return self.recent.count(machine.id) / len(self.recent) if self.recent else 0.0
 
     def movement_share(self, worker: WorkerSummary) -> float:
         total = sum(w.movement for w in self.workers)

@@ -188,7 +188,7 @@ def contributions_table(summary: RunSummary) -> Table:
     for _, machine in sorted(summary.machines.items()):
         measured = "–" if machine.measured_s is None else f"{machine.measured_s:.3g} s"
         last = "–" if machine.last_s is None else duration(machine.last_s)
-        cells = [machine.name, ", ".join(map(str, sorted(machine.workers))), str(machine.arrivals)]
+        cells = [summary.label(machine.id), ", ".join(map(str, sorted(machine.workers))), str(machine.arrivals)]
         cells += [f"{summary.share(machine):.1%}", f"{summary.recent_share(machine):.1%}", last]
         cells += [f"{machine.mean_staleness:.2f}", measured, *([str(machine.refused)] if refused else [])]
         table.add_row(*map(Text, cells))

@@ -68,7 +68,7 @@ def _told(run: Run, part: Sequence[int]) -> str:
     odd = Counter(tape.verdict[i] for i in part if tape.verdict[i] != "applied")
     words = [f"round {tape.round[first]}" if len(part) == 1 else f"rounds {tape.round[first]} to {tape.round[last]}"]
     words.append(f"{tape.start_s[first]:g} s to {tape.time_s[last]:g} s")
-    words += [f"by {', '.join(sorted({tape.machine[i] for i in part}))}"] if run.real else []
+    words += [f"by {', '.join(sorted({run.summary.label(tape.machine[i]) for i in part}))}"] if run.real else []
     words.append(f"staleness {min(stale)}" if min(stale) == max(stale) else f"staleness {min(stale)} to {max(stale)}")
     if math.isfinite(tape.loss[last]):
         words.append(f"training loss {tape.loss[last]:.3f}")

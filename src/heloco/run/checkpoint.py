@@ -1,8 +1,12 @@
-"""Checkpoints: one folder each, tensors as safetensors, the rest as JSON, both with digests, put in place by a rename."""
+"""Checkpoints: one folder each, put in place by a rename.
+
+tensors.safetensors    parameters, momentum, buffers
+state.json             everything else
+SHA256SUMS             the digests of both, over the bytes that were written; `sha256sum -c` checks them
+"""
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,19 +14,22 @@ from typing import Any
 
 from torch import Tensor
 
+from heloco.disk import make_durable, make_folder_durable, sha256
 from heloco.errors import UserError
-from heloco.run.disk import sha256, sync_folder
-from heloco.run.tensors import Layout, Stored, write
+from heloco.wire.layout import Layout, Stored, write
 
 KEEP = 2
-FORMAT = 1
+FORMAT = 2
+TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 
 
-def _seal(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+class CheckpointDamaged(UserError):
+    """A checkpoint's files are not the ones that were written."""
 
 
-def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep_first: bool = False) -> Path:
+def save(
+    folder: Path, arrival: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, keep_first: bool = False
+) -> Path:
     """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is.
 
     The tensors are written one by one: nothing is held twice. `keep_first`: the oldest stays too."""
@@ -33,60 +40,82 @@ def save(folder: Path, arrival: int, state: dict[str, Any], tensors: dict[str, T
     temporary = folder / f".{final.name}"
     temporary.mkdir()
     try:
-        path = temporary / "tensors.safetensors"
-        digest = hashlib.sha256()
-        with path.open("wb", buffering=0) as file:
-            write(file, Layout.of(tensors), tensors, hashed=digest)
-        state = {"format": FORMAT, "arrival": arrival, **state, "tensors_sha256": digest.hexdigest()}
-        (temporary / "state.json").write_text(json.dumps({"seal": _seal(state), "state": state}))
-        for name in temporary.iterdir():
-            with name.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(temporary)
+        _write_files(temporary, {"format": FORMAT, "arrival": arrival, **state}, tensors)
         if final.exists():  # the same arrival again: only refusals came in between
-            _discard(final)
+            discard(final)
         temporary.rename(final)
-        sync_folder(folder)
+        make_folder_durable(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in found(folder)[int(keep_first) : -KEEP]:
-        _discard(old)
+    for old in list_checkpoints(folder)[int(keep_first) : -KEEP]:
+        discard(old)
     return final
 
 
-def _discard(path: Path) -> None:
+def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    tensors_digest = hashlib.sha256()
+    with (folder / TENSORS).open("wb", buffering=0) as file:
+        write(file, Layout.of(tensors), tensors, hashed=tensors_digest)
+        make_durable(file.fileno(), folder / TENSORS)
+    content = json.dumps(state).encode()
+    sums = f"{tensors_digest.hexdigest()}  {TENSORS}\n{hashlib.sha256(content).hexdigest()}  {STATE}\n"
+    for name, text in ((STATE, content), (SUMS, sums.encode())):
+        with (folder / name).open("wb") as file:
+            file.write(text)
+            file.flush()
+            make_durable(file.fileno(), folder / name)
+    make_folder_durable(folder)
+
+
+def discard(path: Path) -> None:
     """Out of sight first, so that nobody finds it half deleted."""
     hidden = path.with_name(f".{path.name}.old")
     path.rename(hidden)
     shutil.rmtree(hidden)
 
 
-def found(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints there are, oldest first."""
     return sorted(folder.glob("arrival-" + "[0-9]" * 8))
 
 
-def state_of(path: Path) -> dict[str, Any]:
-    """Of a checkpoint of ours that was just written or loaded."""
-    state: dict[str, Any] = json.loads((path / "state.json").read_text())["state"]
+def load(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """(state, tensors) of one checkpoint, every byte checked; a tensor is read when it is asked for."""
+    state = load_state(path)
+    if sha256(path / TENSORS) != _sums(path)[TENSORS]:
+        raise CheckpointDamaged(f"The checkpoint {path} is damaged: its tensors are cut short or edited. {_remedy(path)}")
+    return state, Stored(path / TENSORS)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The state alone, checked."""
+    try:
+        content = (path / STATE).read_bytes()
+        sums = _sums(path)
+        if not (path / TENSORS).is_file():
+            raise FileNotFoundError(f"there is no {TENSORS}")
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointDamaged(f"The checkpoint {path} cannot be read ({error}). {_remedy(path)}") from error
+    if hashlib.sha256(content).hexdigest() != sums[STATE]:
+        raise CheckpointDamaged(
+            f"The checkpoint {path} was edited: its {STATE} is not the one that {SUMS} was written for. {_remedy(path)}"
+        )
+    state: dict[str, Any] = json.loads(content)
+    if state["format"] != FORMAT:
+        raise UserError(f"The checkpoint {path} has format {state['format']}, this version reads {FORMAT}: use that version.")
     return state
 
 
-def load(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
-    """(state, tensors) of one checkpoint, every byte checked; a tensor is read when it is asked for."""
-    others = [other.name for other in found(path.parent) if other != path]
-    remedy = f"delete the folder {path.name} to go on from {others[-1]}." if others else "there is no other: start the run anew."
-    try:
-        document = json.loads((path / "state.json").read_text())
-        state = document["state"]
-        if document["seal"] != _seal(state):
-            raise UserError(f"The checkpoint {path} was edited: its state.json does not match its seal. Restore it, or {remedy}")
-        if state["format"] != FORMAT:
-            raise UserError(f"The checkpoint {path} has format {state['format']}, this version reads {FORMAT}: use that version.")
-        if sha256(path / "tensors.safetensors") != state["tensors_sha256"]:
-            raise UserError(f"The checkpoint {path} is damaged: its tensors are cut short or edited. Restore them, or {remedy}")
-        return state, Stored(path / "tensors.safetensors")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"The checkpoint {path} cannot be read ({error}). Restore it, or {remedy}") from error
+def _sums(path: Path) -> dict[str, str]:
+    pairs = (line.split("  ", 1) for line in (path / SUMS).read_text().splitlines())
+    sums = {name: digest for digest, name in pairs}
+    if set(sums) != {TENSORS, STATE}:
+        raise ValueError(f"its {SUMS} was edited")
+    return sums
+
+
+def _remedy(path: Path) -> str:
+    others = [other.name for other in list_checkpoints(path.parent) if other != path]
+    if others:
+        return f"Restore it, or delete the folder {path.name} to go on from {others[-1]}."
+    return "Restore it, or there is no other: start the run again."

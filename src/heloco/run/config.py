@@ -149,7 +149,12 @@ class ClusterConfig:
     beat_s: float = 2.0
     """Seconds between a machine's signs of life."""
     patience: float = 10.0
-    """A machine is lost after so many times its usual time between two signs of progress (at least a beat)."""
+    """A machine is lost after this many times its usual time between two signs of progress (at least a beat), and a round is
+    given to another after this many times what the machine's rounds usually take."""
+    round_limit_s: float = 3600.0
+    """The longest that any round may take, in seconds from handing out; the first round of a machine is measured by it alone."""
+    model_limit_gb: float = 0.0
+    """The largest model that a machine may bring to an external run; 0: half of the free space."""
     journal_gb: float = 10.0
     """Contributions are kept for a replay from the start as long as they fit; then those behind the last checkpoints go."""
 
@@ -348,7 +353,10 @@ def _check_cluster(config: ClusterConfig) -> None:
         raise UserError(f"min_workers is {config.min_workers}: give a number ≥ 1.")
     if config.participation < 0:
         raise UserError(f"participation is {config.participation}: give a number of arrivals, or 0.")
-    for name, least in (("give_up_after_s", 0.0), ("beat_s", 0.01), ("patience", 2.0), ("journal_gb", 0.0)):
+    for name, least in (
+        ("give_up_after_s", 0.0), ("beat_s", 0.01), ("patience", 2.0), ("journal_gb", 0.0), ("round_limit_s", 1.0),
+        ("model_limit_gb", 0.0),
+    ):  # fmt: skip
         if not least <= getattr(config, name) < math.inf:
             raise UserError(f"{name} is {getattr(config, name)}: give a finite number of at least {least:g}.")
 

@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heloco.disk import disk_errors
 from heloco.errors import UserError
 from heloco.run.config import gpt_config
-from heloco.run.disk import disk_errors
 from heloco.run.folder import RunFolder
 from heloco.task.corpus.portable import write_tokenizer
 from heloco.task.gpt2_form import as_gpt2

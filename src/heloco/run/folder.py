@@ -17,15 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
+from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
 from heloco.run import checkpoint
 from heloco.run.config import RunConfig, read_toml, resolve, to_toml, with_fields
-from heloco.run.disk import disk_errors, write_atomically
 from heloco.run.lines import Lines
 
 CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
-META_KEYS = {
-    "threads", "method", "paces", "unit", "task_digest", "config_digest", "shards", "blocks", "buffers", "tied",
+META_TYPES: dict[str, type] = {
+    "threads": int, "method": str, "paces": list, "unit": str, "task_digest": str, "config_digest": str, "shards": list,
+    "blocks": list, "buffers": list, "tied": dict,
 }  # fmt: skip
 
 
@@ -86,26 +87,48 @@ class RunFolder:
         return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG)))
 
     def meta(self) -> dict[str, Any]:
+        path = self.path / META
         try:
-            meta: dict[str, Any] = json.loads((self.path / META).read_text())
-            missing = META_KEYS - set(meta)
+            meta: dict[str, Any] = json.loads(path.read_text())
+            entries = dict(meta)
         except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{self.path / META} cannot be read ({error}): restore it, or start the run anew.") from error
-        if missing:
-            raise UserError(f"{self.path / META} was edited: {min(missing)} is missing. Restore it, or start the run anew.")
+            raise UserError(f"{path} cannot be read ({error}): restore it, or start the run again.") from error
+        for name, kind in META_TYPES.items():
+            if name not in entries:
+                raise UserError(f"{path} was edited: {name} is missing. Restore it, or start the run again.")
+            if type(entries[name]) is not kind or (name == "threads" and entries[name] < 1):
+                raise UserError(f"{path} was edited: {name} cannot be {entries[name]!r}. Restore it, or start the run again.")
         return meta
 
     # ---- writing
 
-    def start_writing(self, tape_bytes: int, evals_bytes: int) -> None:
-        """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands."""
+    def take(self) -> None:
+        """Takes the folder for this process, until `close`."""
+        with self._taken():
+            pass
+
+    def start_writing(self, tape_bytes: int, evals_bytes: int, *, accept_shorter: bool = False) -> None:
+        """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands.
+
+        `accept_shorter`: what they have lost cannot be had again, and the run goes on without it."""
         with self._taken(), disk_errors(self.path, self.remedy):
-            for name, size in ((TAPE, tape_bytes), (EVALS, evals_bytes)):
-                path = self.path / name
-                if (path.stat().st_size if path.exists() else 0) < size:
-                    raise UserError(f"{path} is cut short: its checkpoint is at byte {size}. Restore it, or start the run anew.")
-            self.tape = Lines(self.path / TAPE, tape_bytes)
-            self.evals = Lines(self.path / EVALS, evals_bytes)
+            if (short := self.shorter_than(tape_bytes, evals_bytes)) and not accept_shorter:
+                raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
+            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes))
+            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes))
+
+    def shorter_than(self, tape_bytes: int, evals_bytes: int) -> Path | None:
+        """The tape or the evaluations, where they do not have a whole line up to this byte."""
+        for name, size in ((TAPE, tape_bytes), (EVALS, evals_bytes)):
+            path = self.path / name
+            if size and (not path.is_file() or path.stat().st_size < size):
+                return path
+            if size:
+                with path.open("rb") as file:
+                    file.seek(size - 1)
+                    if file.read(1) != b"\n":
+                        return path
+        return None
 
     @contextmanager
     def _taken(self) -> Iterator[None]:
@@ -140,8 +163,12 @@ class RunFolder:
             state = {**state, "tape_bytes": self.tape.sync(), "evals_bytes": self.evals.sync()}
             checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors, keep_first=keep_first)
 
+    def checkpoints(self) -> list[Path]:
+        """Oldest first."""
+        return checkpoint.list_checkpoints(self.path / CHECKPOINTS)
+
     def latest(self) -> Path | None:
-        checkpoints = checkpoint.found(self.path / CHECKPOINTS)
+        checkpoints = self.checkpoints()
         return checkpoints[-1] if checkpoints else None
 
     def load_latest(self) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
@@ -156,11 +183,6 @@ class RunFolder:
             raise UserError(f"{self.path} has no checkpoint yet: `{going_on(self.path)}` starts it.")
         return loaded
 
-    def journal_mark(self) -> int:
-        """The last event of the journal that no kept checkpoint needs, the very first aside: up to it tensors may go."""
-        kept = checkpoint.found(self.path / CHECKPOINTS)[-checkpoint.KEEP :]
-        return min(int(checkpoint.state_of(path).get("journal", 0)) for path in kept)
-
     def close(self) -> None:
         for lines in (self.tape, self.evals):
             if lines is not None:
@@ -168,6 +190,21 @@ class RunFolder:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def whole_lines(path: Path, size: int) -> int:
+    """Bytes of the whole lines within the first `size` bytes of a file."""
+    if not size or not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        at = min(size, path.stat().st_size)
+        while at:
+            start = max(0, at - (1 << 16))
+            file.seek(start)
+            if (last := file.read(at - start).rfind(b"\n")) >= 0:
+                return start + last + 1
+            at = start
+    return 0
 
 
 def make_next(parent: Path, stem: str) -> Path:

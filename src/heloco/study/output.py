@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
 from heloco.report.figures import available, draw
 from heloco.report.page import TableData, Text, write_page
 from heloco.report.tables import as_csv, as_markdown
-from heloco.run.disk import disk_errors, write_atomically
 from heloco.study.budget import budget_summary, losses_at_row_times
 from heloco.study.curves import figures_of
 from heloco.study.plan import Plan

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.report.summary import summarize
 from heloco.run import RunConfig
-from heloco.run.disk import disk_errors, write_atomically
 from heloco.study.grid import FORMAT, deciding_settings, digest
 
 Numbers = list[float | None]

@@ -37,11 +37,6 @@ _UNFINISHED = ".unfinished-"
 _STALE_S = 3600.0
 
 
-def cache_folder(chosen: Path | None = None) -> Path:
-    """`chosen`, or $HELOCO_CACHE, or ~/.cache/heloco."""
-    return chosen or Path(os.environ.get("HELOCO_CACHE") or Path.home() / ".cache" / "heloco").expanduser()
-
-
 def key(name: str, identity: Mapping[str, object], tokenizer_digest: str) -> str:
     """The entry's folder name: readable in front, and a digest of everything the tokens depend on."""
     content = json.dumps([FORMAT, identity, tokenizer_digest], sort_keys=True)

@@ -5,8 +5,9 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from heloco.places import cache_folder
+
 from . import gpt2
-from .cache import cache_folder
 from .libraries import library
 from .tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer
 

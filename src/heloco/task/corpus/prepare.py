@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heloco.errors import UserError
+from heloco.places import cache_folder
 
 from . import languages as builtin
-from .cache import Entry, EntryWriter, Tokens, cache_folder, key, load, remove_unfinished
+from .cache import Entry, EntryWriter, Tokens, key, load, remove_unfinished
 from .encoding import Encoder, batches
 from .fingerprint import fingerprint
 from .hub import hub_recipes

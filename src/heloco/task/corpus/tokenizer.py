@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heloco.errors import UserError, nearest
+from heloco.places import cache_folder
 
 from . import gpt2
-from .cache import cache_folder
 from .libraries import library
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]

@@ -1,0 +1,82 @@
+"""Which run a command means, and by which token: an address, or the folder of a run that is served on this machine."""
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from heloco.cli.flags import Parser
+from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.cluster.protocol.messages import Right
+
+T = TypeVar("T")
+
+
+def add_address_flags(made: Parser, right: str) -> None:
+    made.add_argument(
+        "address", metavar="ADDRESS", nargs="?",
+        help="https://HOST:PORT, ray:…, or the folder of a run that is served on this machine [HELOCO_ADDRESS]",
+    )  # fmt: skip
+    made.add_argument("--address", metavar="ADDRESS", dest="address_flag", help=argparse.SUPPRESS)
+    add_token_flags(made, right)
+
+
+def add_token_flags(made: Parser, right: str) -> None:
+    made.add_argument(
+        "--token", metavar="TEXT", help=f"a token of the run for a {right}; it shows in the list of processes [HELOCO_TOKEN]"
+    )
+    made.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
+
+
+def address_of(parsed: argparse.Namespace) -> str:
+    address = parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS")
+    if not address:
+        raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
+    return str(address).rstrip("/")
+
+
+def linked(parsed: argparse.Namespace, right: "Right") -> Any:
+    """A link to the run that is meant, with a token of that right."""
+    return link_to(address_of(parsed), parsed.token, parsed.token_file, right)
+
+
+def link_to(address: str, token: str | None, token_file: str | None, right: "Right") -> Any:
+    from heloco.cluster.client.connect import connect, find_token
+
+    if not address.startswith(("https:", "ray:")) and Path(address).is_dir():
+        address, token = local_run(Path(address), right)
+        return connect(address, token)
+    is_gateway = address.startswith("https:")
+    return connect(address, find_token(token, token_file, may_ask=is_gateway))
+
+
+def local_run(folder: Path, right: "Right") -> tuple[str, str]:
+    """(address, token) of a run that is served on this machine, from its own folder."""
+    from heloco.cluster.gateway.credentials import CERTIFICATE, fingerprint_in
+    from heloco.cluster.server.process import CREDENTIALS, ListenConfig
+    from heloco.cluster.server.tokens import FILE, TokenBook
+
+    listen = ListenConfig.kept(folder)
+    if listen is None or not (folder / CREDENTIALS / FILE).exists():
+        raise UserError(f"{folder} was never served from this machine: give the address that `heloco serve` printed.")
+    tokens = TokenBook(folder / CREDENTIALS)
+    fingerprint = fingerprint_in(Path(listen.cert) if listen.cert else folder / CREDENTIALS / CERTIFICATE)
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(listen.host, listen.host)
+    return f"https://{host}:{listen.port}", tokens.text(tokens.first(right), fingerprint)
+
+
+def answered(ask: Callable[[], T]) -> T:
+    """One request, for commands that do not wait for a run to come back."""
+    from heloco.cluster.protocol.link import LinkDown
+    from heloco.cluster.protocol.refusals import Code, Refused
+
+    try:
+        return ask()
+    except LinkDown as error:
+        raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
+    except Refused as refused:
+        remedy = " `heloco tokens RUN`, where the run is served, lists and makes them." if refused.code is Code.RIGHT else ""
+        raise UserError(f"{refused.text}{remedy}") from refused

@@ -1,0 +1,69 @@
+"""Hugging Face's Trainer takes part in a run: Trainer(..., callbacks=[HeLoCoCallback(address)])."""
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from heloco.cluster.client.join import JoinedLoop, join
+from heloco.cluster.protocol.link import Link
+from heloco.errors import UserError
+
+try:
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+except ImportError as error:
+    raise UserError("HeLoCoCallback needs Hugging Face's transformers: pip install 'heloco[hf]' accelerate") from error
+
+
+class HeLoCoCallback(TrainerCallback):
+    """The options are `heloco.join`'s. Without an address it does nothing."""
+
+    def __init__(
+        self,
+        address: "str | Link | None" = None,
+        *,
+        token: str | None = None,
+        name: str | None = None,
+        reset_optimizer: bool = False,
+        patience_s: float = 3600.0,
+        tell: Callable[[str], Any] = print,
+    ) -> None:
+        self.joined: JoinedLoop | None = None
+        """Where this machine stands in the run, from the beginning of the training on."""
+        self._address = address
+        self._options: dict[str, Any] = {
+            "token": token, "name": name, "reset_optimizer": reset_optimizer, "patience_s": patience_s, "tell": tell,
+        }  # fmt: skip
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        self.leave()  # of a training that was interrupted
+        joined = join(self._address, kwargs["model"], kwargs["optimizer"], stop_at_end=False, **self._options)
+        self.joined = joined.__enter__()
+        atexit.register(self.leave)  # an interrupted Trainer does not say that it ends
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        if self.joined is not None:
+            self.joined.report(samples=args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        if self.joined is not None and self.joined.ended:
+            control.should_training_stop = True
+
+    def on_log(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> None:
+        if self.joined is not None and logs and "loss" in logs:
+            self.joined.report(float(logs["loss"]))
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        self.leave()
+
+    def leave(self) -> None:
+        """Leaves the run. `joined` still tells how it went."""
+        atexit.unregister(self.leave)
+        if self.joined is not None:
+            self.joined.__exit__(None, None, None)

@@ -1,0 +1,409 @@
+"""The engineer's three lines: somebody's own training loop takes part in a run, through hooks on its own optimizer.
+
+    with heloco.join(address, model, optimizer):
+        for batch in loader:
+            loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
+
+The hook counts the optimizer's steps. After as many as the synchronizer asked for, the pseudo-gradient goes out, is acknowledged,
+and the next start comes into the model, in place. All of it happens inside `optimizer.step()`, in the loop's own thread.
+"""
+
+import contextlib
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from heloco.cluster.client.connect import connect, find_token
+from heloco.cluster.client.machine_identity import MachineIdentity
+from heloco.cluster.client.model_blocks import ModelBlocks
+from heloco.cluster.client.ranks import Ranks
+from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded
+from heloco.cluster.protocol.link import Link
+from heloco.cluster.protocol.messages import ContributionReport, RoundKey
+from heloco.cluster.protocol.refusals import Refused
+from heloco.errors import RunStopped, UserError
+from heloco.finite import is_finite
+from heloco.wire.blocks import PSEUDO_GRADIENT, blocks_of
+
+ADDRESS = "HELOCO_ADDRESS"
+REFUSALS = 3
+"""Rounds in a row that came to NaN or Inf before this machine gives up."""
+CONNECT_TIMEOUT_S = 60.0
+"""Before the first success; the address may be wrong."""
+NO_ROUND = RoundKey(0, 0, 0)
+NO_DIGEST = "0" * 32
+"""The link fills it in."""
+
+
+class RunOver(BaseException):
+    """Leads out of the loop when the run has ended; the `with` it belongs to catches it.
+
+    It is no `Exception`: a loop that goes on after a batch that failed must not go on after this."""
+
+    def __init__(self, joined: "JoinedLoop") -> None:
+        super().__init__("The run has ended: this leaves the block `with heloco.join(…)`.")
+        self.joined = joined
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    token: str | None = None
+    name: str | None = None
+    reset_optimizer: bool = False
+    stop_at_end: bool = True
+    patience_s: float = 3600.0
+    tell: Callable[[str], Any] = print
+
+
+def join(
+    address: "str | Link | None" = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    token: str | None = None,
+    name: str | None = None,
+    reset_optimizer: bool = False,
+    stop_at_end: bool = True,
+    patience_s: float = 3600.0,
+    tell: Callable[[str], Any] = print,
+) -> "JoinedLoop":
+    """A context in which the loop's model is trained together with other machines.
+
+    address: of the run, or a link; None: what HELOCO_ADDRESS says; where that is unset too, the loop trains alone as before.
+    optimizer: one or several; of several, a step counts when each of them has stepped.
+    token: None: what HELOCO_TOKEN says, or what is in the file that HELOCO_TOKEN_FILE names.
+    name: of this machine, for the run's tape; None: its host name. A script that is started again is the same machine.
+    reset_optimizer: clear the optimizer's state at every new start; otherwise it stays.
+    stop_at_end: leave the block when the run has ended; otherwise the loop goes on alone.
+    patience_s: how long to try to reach the run again before giving up; at first it is a minute at most.
+    tell: gets a line now and then.
+    """
+    options = Options(
+        token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s, tell=tell
+    )
+    if isinstance(address, nn.Module):
+        raise UserError("heloco.join takes the address first: heloco.join(address, model, optimizer), or model=…, optimizer=….")
+    address = address or os.environ.get(ADDRESS) or None
+    if address is None:
+        return JoinedLoop(None, nn.Module(), [], options)
+    if model is None or optimizer is None:
+        raise UserError("To join a run, heloco.join needs the model and its optimizer: heloco.join(address, model, optimizer).")
+    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+    return JoinedLoop(address, model, [_hookable(each) for each in optimizers], options)
+
+
+def _hookable(optimizer: Any) -> Optimizer:
+    """The torch optimizer itself: accelerate's wrapper is one by name only, and passes each step on."""
+    while hasattr(optimizer, "optimizer") and type(optimizer).__module__.partition(".")[0] == "accelerate":
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"{type(optimizer).__name__} is no torch optimizer: give the torch.optim.Optimizer that steps the model.")
+    return optimizer
+
+
+@dataclass(frozen=True)
+class _RoundPlan:
+    """What every rank must know of the round that begins, or of the run's end."""
+
+    key: RoundKey = NO_ROUND
+    inner_steps: int = 0
+    seat: int | None = None
+    seats: int = 1
+    ended: str = ""
+    clear_optimizer: bool = False
+    """The optimizer's state is of no use any more."""
+
+
+class JoinedLoop:
+    """What `with heloco.join(…)` yields: where this machine stands in the run."""
+
+    def __init__(self, address: "str | Link | None", model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
+        self.arrivals = 0
+        """Contributions of this machine that the run has taken."""
+        self._address, self._model, self._optimizers, self._options = address, model, optimizers, options
+        self._ranks = Ranks()
+        self._client: RunClient | None = None
+        self._identity: MachineIdentity | None = None
+        self._blocks: ModelBlocks | None = None
+        self._start: dict[str, Tensor] = {}
+        """What the round began with: the one copy of the model that is held besides it."""
+        self._plan = _RoundPlan()
+        self._steps = self._refused = 0
+        self._clear_optimizer = self._is_between = False
+        self._losses: list[Tensor | float] = []
+        self._samples = 0
+        self._waited_for = ""
+        self._to_step: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+
+    # ---- what a script may want to know
+
+    @property
+    def active(self) -> bool:
+        """False where there is no address: the loop trains alone."""
+        return self._address is not None
+
+    @property
+    def worker(self) -> int:
+        """This machine's number among `workers`; of a spare, of whoever's round it does. It may change after a cut."""
+        return self._plan.key.worker if self._plan.seat is None else self._plan.seat
+
+    @property
+    def workers(self) -> int:
+        return self._plan.seats
+
+    @property
+    def round(self) -> int:
+        return self._plan.key.round
+
+    @property
+    def inner_steps(self) -> int:
+        """Steps of the present round; 0 alone."""
+        return self._plan.inner_steps
+
+    @property
+    def waiting(self) -> str:
+        """Why there is no round at the moment."""
+        return self._client.waiting if self._client else ""
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._plan.ended)
+
+    def report(self, loss: Tensor | float | None = None, *, samples: int = 0) -> None:
+        """Puts a training loss, and how many samples it is of, on the run's tape: the mean over the round. Before the step."""
+        if not self.active or self.ended:
+            return
+        if loss is not None:
+            self._losses.append(loss.detach() if isinstance(loss, Tensor) else float(loss))
+        self._samples += samples
+
+    # ---- coming and going
+
+    def __enter__(self) -> Self:
+        if self._address is None:
+            return self
+        self._ranks = Ranks()
+        try:
+            whole = self._ranks.ask(self._connect)
+            self._blocks = ModelBlocks(self._model, whole=whole)
+            if not any(self._blocks.trained_by(optimizer) for optimizer in self._optimizers):
+                raise UserError("The optimizer moves none of the model's parameters: give the one that trains this model.")
+            self._ranks.ask(self._enter_run)
+            self._exchange(lambda: None)
+            if self.ended:
+                raise self._nothing_to_join(self._plan.ended)
+            self._to_step = {id(optimizer) for optimizer in self._optimizers}
+            hook = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]  # where steps are compiled
+            self._hooks = [optimizer.register_step_post_hook(hook) for optimizer in self._optimizers]
+        except BaseException as error:
+            self._leave(f"it could not begin: {type(error).__name__}")
+            raise
+        self._tell(f"Joined {self._where} as worker {self.worker} of {self.workers}, {self.inner_steps} steps a round.")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        if self._hooks and not self.ended:
+            undone = f"; {self._steps} steps of a round that was not done are given up" if self._steps else ""
+            self._tell(f"Left {self._where} after {self.arrivals} contributions{undone}.")
+        self._leave("its loop ended" if kind is None else f"its loop ended with {kind.__name__}")
+        return isinstance(error, RunOver) and error.joined is self
+
+    def _leave(self, reason: str) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._leave_run(reason)
+
+    def _leave_run(self, reason: str) -> None:
+        self._start = {}
+        if self._client is not None:
+            self._client.leave(reason)
+            self._client = None
+        if self._identity is not None:
+            self._identity.close()
+            self._identity = None
+
+    def _connect(self) -> bool:
+        """Reaches the run. Whether it has a task of its own, whose model has every block."""
+        assert self._address is not None
+        options = self._options
+        link = connect(self._address, find_token(options.token)) if isinstance(self._address, str) else self._address
+        name = options.name or socket.gethostname()
+        self._client = client = RunClient(link, name, patience_s=min(options.patience_s, CONNECT_TIMEOUT_S), tell=self._tell)
+        try:
+            with self._in_words():
+                info = client.describe()
+        except RunStopped as error:
+            raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
+        if info.ended is not None:
+            raise self._nothing_to_join(f"The run has ended: {info.ended.text}")
+        self._identity = MachineIdentity(info.run, name)
+        client.come_back_as(self._identity.ticket, self._identity.keep)
+        client.patience_s = options.patience_s
+        return not info.external
+
+    def _enter_run(self) -> None:
+        assert self._client is not None and self._blocks is not None
+        self._client.layout = self._blocks.layout
+        try:
+            with self._in_words():
+                if self._client.join().needs_model:
+                    self._blocks.check_finite()
+                    self._client.send_model(self._blocks.layout, self._blocks.named(), self._blocks.names)
+        except RunEnded as end:
+            raise self._nothing_to_join(str(end)) from None
+
+    # ---- the hook
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.ended:
+            self._stop_loop()
+            return
+        self._to_step.discard(id(optimizer))
+        if self._to_step:
+            return
+        self._to_step = {id(each) for each in self._optimizers}
+        self._steps += 1
+        client = self._client
+        if client is not None:
+            client.steps = self._steps
+        if self._is_between:  # an exchange was interrupted, and the loop went on: nothing of this round is of use
+            self._exchange(lambda: None)
+        elif self._steps >= self._plan.inner_steps:
+            self._exchange(self._hand_in)
+        elif client is not None and client.obsolete_because and self._ranks.size == 1:
+            # Only rank 0 hears of it: with more ranks the others would go on into a collective that it never enters.
+            self._exchange(self._give_up)
+
+    def _exchange(self, finish: Callable[[], None]) -> None:
+        """Finishes the round, and begins the next one."""
+        assert self._blocks is not None
+        self._is_between = True
+        plan = self._ranks.ask(lambda: self._next_plan(finish))
+        self._ranks.spread(self._blocks.tensors())
+        if plan.clear_optimizer or self._options.reset_optimizer:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        self._plan, self._steps, self._is_between = plan, 0, False
+        self._losses, self._samples = [], 0
+        if plan.ended and self._hooks:
+            self._stop_loop()
+
+    def _stop_loop(self) -> None:
+        """Again at every step, for a loop that caught it. The hooks stay until the block is left: torch is going through them."""
+        self._leave_run("the run has ended")
+        if self._options.stop_at_end:
+            raise RunOver(self)
+
+    # ---- what only rank 0 does
+
+    def _next_plan(self, finish: Callable[[], None]) -> _RoundPlan:
+        assert self._client is not None and self._blocks is not None
+        self._clear_optimizer = False
+        try:
+            with self._in_words():
+                finish()
+                self._start = {}  # before the next one comes: there is never more than one
+                taken = self._client.take(self._note_waiting)
+                assert taken is not None
+        except RunEnded as end:
+            return self._take_final(str(end))
+        self._waited_for = ""
+        self._blocks.load(taken.start)
+        self._start = taken.start
+        joined, steps = self._client.joined, taken.assignment.inner_steps
+        return _RoundPlan(taken.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
+
+    def _take_final(self, why: str) -> _RoundPlan:
+        """The run is over. Its model, where it can still be had, is what the script goes on with."""
+        assert self._client is not None and self._blocks is not None
+        if self._hooks:
+            model = self._client.final_model()
+            if model is not None:
+                self._blocks.load(model)
+            what = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
+            self._tell(f"{why}. After {self.arrivals} contributions from here; {what}.")
+        return _RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, ended=why)
+
+    def _hand_in(self) -> None:
+        assert self._client is not None and self._blocks is not None
+        key = self._plan.key
+        self._blocks.wait_for_device()
+        contribution = self._blocks.contribution(self._start)
+        name = f"Round {key.round} of worker {key.worker}"
+        if not is_finite(blocks_of(PSEUDO_GRADIENT, contribution)):  # a buffer may be a mask of −∞
+            self._give_up_as_not_finite(name)
+            return
+        self._refused = 0
+        try:
+            ack = self._client.hand_in(key, contribution, self._report_losses())
+        except NotHeld as reason:
+            self._tell(f"{name} came to nothing: {reason}")
+            return
+        if ack.verdict == "refused":
+            self._tell(f"{name} was refused: {ack.reason}.")
+        else:
+            self.arrivals += 1
+
+    def _give_up_as_not_finite(self, name: str) -> None:
+        assert self._client is not None
+        self._client.abandon("its model holds NaN or Inf")
+        self._refused += 1
+        self._clear_optimizer = True  # whatever the optimizer remembers is as bad
+        if self._refused >= REFUSALS:
+            raise RunStopped(
+                f"{self._refused} rounds in a row came to NaN or Inf here: look at the data and the loss, or lower the lr."
+            )
+        self._tell(f"{name} came to NaN or Inf and is given up: a fresh start, and the optimizer's state is cleared.")
+
+    def _give_up(self) -> None:
+        assert self._client is not None
+        reason = self._client.obsolete_because
+        self._client.abandon(reason)
+        self._tell(f"Round {self.round} of worker {self._plan.key.worker} is given up after {self._steps} steps: {reason}.")
+
+    def _report_losses(self) -> ContributionReport:
+        losses = [float(loss) for loss in self._losses]
+        mean = sum(losses) / len(losses) if losses else None
+        last = losses[-1] if losses else None
+        return ContributionReport(digest=NO_DIGEST, loss=mean, last_loss=last, samples=self._samples, units=self._samples)
+
+    # ---- words
+
+    @property
+    def _where(self) -> str:
+        return self._address if isinstance(self._address, str) else getattr(self._address, "address", "the run")
+
+    def _tell(self, line: str) -> None:
+        if self._ranks.rank == 0:
+            self._options.tell(line)
+
+    def _note_waiting(self) -> bool:
+        if self.waiting and self.waiting != self._waited_for:
+            self._tell(f"Waiting for a round: {self.waiting}.")
+            self._waited_for = self.waiting
+        return False
+
+    def _nothing_to_join(self, why: str) -> UserError:
+        return UserError(f"There is nothing to join at {self._where}. {why}")
+
+    @contextlib.contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """What the run refuses, with the names that the blocks have here."""
+        try:
+            yield
+        except Refused as refusal:
+            real_names = self._blocks.real_names() if self._blocks is not None else iter(())
+            names = {name: f"{kind} {real!r}" for name, kind, real in real_names}
+            text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: names.get(match[0], match[0]), refusal.text)
+            raise UserError(f"{self._where} does not take this machine: {text}") from refusal

@@ -1,0 +1,262 @@
+"""A machine's side of a run: it joins, gives signs of life, takes rounds, hands in, and comes back by itself after a cut."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from heloco.cluster.protocol.link import Link, LinkDown
+from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    Assignment,
+    BeatAnswer,
+    ContributionReport,
+    Joined,
+    RoundKey,
+    RunInfo,
+    Ticket,
+    Wait,
+)
+from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, Code, Refused
+from heloco.errors import RunStopped, UserError
+from heloco.wire.layout import Layout
+
+T = TypeVar("T")
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+POLL_S = 10.0
+FINAL_TRIES = 3
+
+
+class RunEnded(Exception):
+    """The run is over; the text says why."""
+
+
+class StopRequested(Exception):
+    """This machine was asked to stop while the run could not be reached."""
+
+
+class NotHeld(Exception):
+    """The round is not this machine's any more: it goes on with a fresh one."""
+
+
+@dataclass(frozen=True)
+class TakenRound:
+    """A round that this machine holds, with the parameters it begins with."""
+
+    assignment: Assignment
+    start: dict[str, Tensor]
+
+    @property
+    def key(self) -> RoundKey:
+        return self.assignment.key
+
+
+class RunClient:
+    """One machine in one run, over any link. Requests that fail are repeated for as long as that makes sense."""
+
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        *,
+        layout: Layout | None = None,
+        patience_s: float = 3600.0,
+        returning: Ticket | None = None,
+        keep_ticket: Callable[[Ticket], Any] = lambda _: None,
+        stopping: Callable[[], Any] = lambda: False,
+        tell: Callable[[str], Any] = print,
+    ) -> None:
+        """`layout`: of the machine's own model, where it brings one. `patience_s`: how long to try to reach the run again.
+        `returning`: the ticket it had before; `keep_ticket` is given the one it has now."""
+        self.link, self.name, self.layout = link, name, layout
+        self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
+        self.steps = 0
+        """Inner steps of the present round that are done."""
+        self.obsolete_because = ""
+        """Why the present round is not worth going on with; empty where it is."""
+        self.waiting = ""
+        """Why there is no round at the moment; empty where there is one."""
+        self._joined: Joined | None = None
+        self._returning, self._keep_ticket = returning, keep_ticket
+        self._held: RoundKey | None = None
+        self._lock = threading.Lock()
+        self._is_leaving = threading.Event()
+        self._beats: threading.Thread | None = None
+
+    # ---- coming and going
+
+    def come_back_as(self, ticket: Ticket | None, keep_ticket: Callable[[Ticket], Any]) -> None:
+        """Before joining: as which machine, and where its ticket is kept."""
+        self._returning, self._keep_ticket = ticket, keep_ticket
+
+    def describe(self) -> RunInfo:
+        """What there is to join."""
+        return self._with_retries(self.link.describe)
+
+    def join(self) -> Joined:
+        joined = self._enter()
+        self._beats = threading.Thread(target=self._beat, name="heloco-beats", daemon=True)
+        self._beats.start()
+        return joined
+
+    def _enter(self) -> Joined:
+        """Joins, or comes back as the machine it was."""
+
+        def ask() -> Joined:
+            return self.link.join(self.name, returning=self._returning, layout=self.layout)
+
+        try:
+            self._joined = self._with_retries(ask)
+        except Refused as refusal:
+            if refusal.code is Code.ENDED:
+                raise RunEnded(refusal.text) from None
+            raise
+        self._returning = self._joined.ticket
+        self._keep_ticket(self._joined.ticket)
+        return self._joined
+
+    @property
+    def joined(self) -> Joined:
+        assert self._joined is not None, "join comes first"
+        return self._joined
+
+    def leave(self, text: str = "it left") -> None:
+        """Tells the run, if that can be reached at once."""
+        self._is_leaving.set()
+        if self._beats is not None:
+            self._beats.join(timeout=10)
+        if self._joined is not None:  # after the end too: then it is known that nobody needs the run's model any more
+            with contextlib.suppress(LinkDown, Refused):  # then the run will notice
+                self.link.leave(self._joined.ticket, text)
+        self.link.close()
+
+    def send_model(self, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        """The model a run begins with, if nobody else has sent it first."""
+        try:
+            self._call(lambda ticket: self.link.send_model(ticket, layout, tensors, names))
+        except Refused as refusal:
+            if refusal.code is not Code.HAS_MODEL:
+                raise
+
+    # ---- rounds
+
+    def take(self, stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
+        """The next round; None where `stopping` says so first."""
+        while not stopping():
+            wait_s = min(POLL_S, self.joined.beat_s * 2)
+            answer = self._call(lambda ticket, wait_s=wait_s: self.link.next_round(ticket, wait_s))  # type: ignore[misc]
+            self.waiting = answer.text if isinstance(answer, Wait) else ""
+            if isinstance(answer, Wait):
+                continue
+            if self.joined.start_layout is None:  # the model came after this machine
+                self._enter()
+            self._hold(answer.key)
+            try:
+                return TakenRound(answer, self._fetch(answer))
+            except NotHeld:
+                continue
+        return None
+
+    def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
+        layout = Layout(self.joined.start_layout or ())
+        return self._call(lambda ticket: self.link.fetch(ticket, assignment.key, layout, assignment.start_digest))
+
+    def _hold(self, key: RoundKey | None) -> None:
+        with self._lock:
+            self.steps, self.obsolete_because, self._held = 0, "", key
+
+    def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
+        """Sends the contribution until it is acknowledged. `NotHeld`: it came too late, or was refused."""
+        layout = Layout(self.joined.contribution_layout or ())
+        try:
+            return self._call(lambda ticket: self.link.hand_in(ticket, key, layout, tensors, report))
+        finally:
+            self._hold(None)
+
+    def final_model(self) -> dict[str, Tensor] | None:
+        """The model of a run that has ended; None where it cannot be had any more: nobody waits long for that."""
+        layout = Layout(self.joined.start_layout or ())
+        for _ in range(FINAL_TRIES):
+            try:
+                return self.link.fetch_final(self.joined.ticket, layout)
+            except LinkDown:
+                self._is_leaving.wait(FIRST_PAUSE_S)
+            except (Refused, UserError, RunStopped):
+                break
+        return None
+
+    def abandon(self, text: str) -> None:
+        with contextlib.suppress(NotHeld):
+            self._call(lambda ticket: self.link.abandon(ticket, text))
+        self._hold(None)
+
+    # ---- asking, again where that is right
+
+    def _call(self, ask: Callable[[Ticket], T]) -> T:
+        while True:
+            try:
+                return self._with_retries(lambda: ask(self.joined.ticket))
+            except Refused as refusal:
+                if refusal.code is Code.ENDED:
+                    raise RunEnded(refusal.text) from None
+                if refusal.code in (Code.NOT_HELD, Code.NOT_FINITE):
+                    self._hold(None)
+                    raise NotHeld(refusal.text) from None
+                if refusal.code in RESUMED:
+                    continue  # the next try goes on from what has arrived
+                if refusal.code not in (Code.UNKNOWN_MACHINE, Code.SECRET):
+                    raise
+                self._enter()
+
+    def _with_retries(self, ask: Callable[[], T]) -> T:
+        """Again and again while the run cannot be reached or its disk is full, less and less often, up to a limit."""
+        began, pause_s, last_told = time.monotonic(), FIRST_PAUSE_S, ""
+        while True:
+            try:
+                answer = ask()
+                if last_told:
+                    self.tell("The run is back.")
+                return answer
+            except LinkDown as error:
+                why = str(error)
+            except Refused as refusal:
+                if refusal.code not in RETRIED_LATER:
+                    if last_told:
+                        self.tell("The run is back.")
+                    raise
+                why = refusal.text
+            if time.monotonic() - began > self.patience_s:
+                raise RunStopped(f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({why}): given up.")
+            if why != last_told:
+                self.tell(f"{why} Trying again.")
+                last_told = why
+            if self._is_leaving.wait(pause_s) or self.stopping():
+                raise StopRequested(why)
+            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+
+    # ---- signs of life
+
+    def _beat(self) -> None:
+        while not self._is_leaving.wait(self.joined.beat_s):
+            held = self._held
+            try:
+                answer = self.link.beat(self.joined.ticket, self.steps)
+            except (LinkDown, Refused):
+                continue  # whoever asks next will find out
+            with self._lock:
+                if held is not None and held == self._held:  # otherwise the answer is about another round
+                    self.obsolete_because = _why_obsolete(answer, held)
+
+
+def _why_obsolete(answer: BeatAnswer, held: RoundKey) -> str:
+    if answer.ended is not None and answer.ended.kind != "failed":
+        return f"the run has ended: {answer.ended.text}"
+    if answer.too_stale:
+        return "its contribution would come too late to be used"
+    if answer.round != held:
+        return "it was given to another machine"
+    return ""

@@ -1,0 +1,150 @@
+"""A machine that works: it trains the run's own task, round after round, until the run ends or somebody stops it."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heloco.cluster.client.machine_identity import MachineIdentity
+from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, StopRequested, TakenRound
+from heloco.cluster.protocol.link import Link
+from heloco.cluster.protocol.messages import ContributionReport, RunInfo
+from heloco.engine.build import build_task, model_digest, pick_device
+from heloco.errors import UserError
+from heloco.inner import SequentialInner
+from heloco.run.config import RunConfig, parse_toml, resolve, with_fields
+from heloco.synchronizer import Contribution, Round
+from heloco.task import Task
+from heloco.wire import blocks
+
+NO_DIGEST = "0" * 32
+"""The link fills it in."""
+
+
+class Abandoned(Exception):
+    """The round was given up between two steps."""
+
+
+def task_of(info: RunInfo, *, progress: Any = None, **here: str | None) -> tuple[Task, RunConfig]:
+    """The run's task, built here; refuses other data. `here`: settings that differ on this machine, such as device, and where
+    data, tokenizer or hf are."""
+    if info.external:
+        raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
+    values = parse_toml(info.config, "the run's config")
+    if here.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
+        values["tokenizer"] = ""  # the model's own
+    values |= {"device": "auto"} | {name: value for name, value in here.items() if value is not None}
+    task, config = build_task(resolve(with_fields(RunConfig(), values)), progress)
+    if task.digest != info.task_digest:
+        raise UserError("The data here is not the run's: copy the run's text to this machine and give it with --data DIR.")
+    if info.model_digest and model_digest(task) != info.model_digest:
+        raise UserError(
+            "The config.json of the model here is not the run's: copy its folder to this machine, and give it with --hf DIR."
+        )
+    return task, config
+
+
+class Worker:
+    """`heloco join`: takes rounds of the run's task and computes them.
+
+    With keep_state the optimizer's state stays in this process and never travels. It is used for a worker's next round only if
+    this machine did the worker's last accepted one (`Assignment.keeps_state`); otherwise the round begins with a fresh state."""
+
+    def __init__(self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print) -> None:
+        self.tell = tell
+        self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
+        self.inner.before_step = self._before_step
+        self.keep_state = config.inner.keep_state
+        self.stop_requested = ""
+        self.rounds = 0
+        self._config = config
+        self._optimizer_states: dict[int, dict[str, Tensor] | None] = {}
+        self._client: RunClient | None = None
+
+    def warm_up(self) -> float:
+        """One inner step, so that the first round does not pay for what happens once; the seconds of a second one."""
+        per_step = self._config.inner.windows_per_step
+        start = [p.detach().clone() for p in self.inner.model.parameters()]
+        buffers = [b.detach().clone() for b in self.inner.model.buffers()]
+        for _ in range(2):
+            began = time.perf_counter()
+            self.inner.run([Round(0, 0, 0, 0, ((0, per_step),), 1, 0, 0.0, start, buffers)])
+            if self.inner.device.type == "cuda":
+                torch.cuda.synchronize(self.inner.device)
+        return time.perf_counter() - began
+
+    def run(self, link: Link, name: str, run: str | None = None, **options: Any) -> str:
+        """Until the run ends (the answer says why) or a stop is requested (then what became of the round)."""
+        identity = MachineIdentity(run, name)
+        step_s = self.warm_up()
+        client = self._client = RunClient(
+            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested,
+            tell=self.tell, **options,
+        )  # fmt: skip
+        outcome = "nothing was under way"
+        try:
+            seat = client.join().seat
+            where = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
+            self.tell(f"Joined {link.address} as {where}, {step_s:.3g} s per step.")
+            while (taken := client.take(lambda: bool(self.stop_requested))) is not None:
+                outcome = self._round(client, taken)
+                if self.stop_requested:
+                    break
+            client.leave(self.stop_requested)
+            return f"Left the run ({self.stop_requested}): {outcome}."
+        except StopRequested:
+            client.leave(self.stop_requested)
+            return f"Left the run ({self.stop_requested}), which is out of reach: it will give what was under way to another."
+        except RunEnded as end:
+            client.leave()
+            return str(end)
+        finally:
+            identity.close()
+
+    def _round(self, client: RunClient, taken: TakenRound) -> str:
+        """One round; what became of it."""
+        worker = taken.key.worker
+        name = f"round {taken.key.round} of worker {worker}"
+        try:
+            contribution = self.inner.run([self._as_round(taken)])[0]
+            tensors = blocks.name_contribution(contribution.pseudo_gradient, contribution.buffers)
+            ack = client.hand_in(taken.key, tensors, _report(contribution))
+            if self.keep_state and ack.verdict != "refused":
+                self._optimizer_states[worker] = contribution.memory
+            self.rounds += 1
+            return f"{name} was handed in and is {ack.verdict}"
+        except Abandoned as reason:
+            client.abandon(str(reason))
+            return f"{name} was given back undone"
+        except NotHeld as reason:
+            self.tell(f"{name} came to nothing: {reason}")
+            return f"{name} came to nothing"
+
+    def _before_step(self) -> None:
+        if self._client is None:
+            return
+        if reason := self.stop_requested or self._client.obsolete_because:
+            raise Abandoned(reason)
+        self._client.steps += 1
+
+    def _as_round(self, taken: TakenRound) -> Round:
+        a, device = taken.assignment, self.inner.device
+        if not a.keeps_state:
+            self._optimizer_states.pop(a.worker, None)
+        parameters, buffers = (
+            [tensor.to(device) for tensor in blocks.blocks_of(kind, taken.start)] for kind in (blocks.PARAMETER, blocks.BUFFER)
+        )
+        return Round(
+            a.worker, a.round, a.version, a.shard, a.spans, a.inner_steps, a.shard_steps, a.run_steps,
+            parameters, buffers, self._optimizer_states.get(a.worker),
+        )  # fmt: skip
+
+
+def _report(contribution: Contribution) -> ContributionReport:
+    return ContributionReport(
+        digest=NO_DIGEST, loss=contribution.loss, last_loss=contribution.last_loss, samples=contribution.samples,
+        units=contribution.units,
+    )  # fmt: skip

@@ -1,0 +1,361 @@
+"""The gateway's paths, under /v1: each checks its message, asks the service and answers in JSON.
+
+A request that is refused has changed nothing, and every request may be repeated. A machine shows its ticket in the header
+`heloco-machine` (ID SECRET), and says in `heloco-run` which run it means.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute
+
+from heloco.cluster.gateway.answers import Handler, OnePath, guarded, reply
+from heloco.cluster.gateway.auth import TOKEN, Buckets, header
+from heloco.cluster.gateway.bodies import LARGE, SMALL, FileBody, Zeros, begin_of, discard, message, take_in
+from heloco.cluster.gateway.calls import ANSWER_S, Calls, Changes
+from heloco.cluster.protocol import messages as m
+from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.process import RunHost
+from heloco.cluster.server.tokens import Token
+from heloco.cluster.server.transfers import Upload
+from heloco.wire.layout import Layout
+
+T = TypeVar("T")
+REQUESTS_PER_S, REQUESTS_AT_ONCE = 1000.0, 5000.0
+"""Of one machine."""
+LOOKS_PER_S, LOOKS_AT_ONCE = 50.0, 200.0
+"""Of those who only look, from one address."""
+JOINS_PER_S, JOINS_AT_ONCE = 5.0, 256.0
+"""From one address: each leaves a line in the journal."""
+PROBE_AT_MOST = 1 << 26
+WORKER: tuple[Right, ...] = ("worker",)
+LOOKING: tuple[Right, ...] = ("viewer", "admin")
+ADMIN: tuple[Right, ...] = ("admin",)
+ANYBODY: tuple[Right, ...] = ("worker", "viewer", "admin")
+
+
+class Key(m.Message, frozen=True, kw_only=True):
+    """A round in a query."""
+
+    worker: m.Whole
+    round: m.Whole
+    version: m.Whole
+
+
+class KeyAndOffset(Key, frozen=True, kw_only=True):
+    offset: m.Whole
+
+
+class Offset(m.Message, frozen=True, kw_only=True):
+    offset: m.Whole
+
+
+class FilePart(m.Message, frozen=True, kw_only=True):
+    name: m.ShortText
+    offset: m.Whole
+
+
+class ProbeSize(m.Message, frozen=True, kw_only=True):
+    bytes: m.Whole
+
+
+class Api:
+    """The paths over a run that is served."""
+
+    def __init__(self, host: RunHost) -> None:
+        self.host, self.service = host, host.service
+        self.calls = Calls(host.service)
+        self._changes: Changes | None = None
+        self._requests = Buckets(REQUESTS_PER_S, REQUESTS_AT_ONCE)
+        self._looks = Buckets(LOOKS_PER_S, LOOKS_AT_ONCE)
+        self._joins = Buckets(JOINS_PER_S, JOINS_AT_ONCE)
+        self._models: dict[str, Layout] = {}
+        """Of machines that are sending a model."""
+
+    def routes(self) -> list[BaseRoute]:
+        paths: list[tuple[str, str, tuple[Right, ...], Handler]] = [
+            ("GET", "/describe", ANYBODY, self.describe),
+            ("POST", "/join", WORKER, self.join),
+            ("POST", "/model", WORKER, self.begin_model),
+            ("PUT", "/model", WORKER, self.put_model),
+            ("POST", "/model/commit", WORKER, self.commit_model),
+            ("POST", "/round", WORKER, self.round),
+            ("GET", "/start", WORKER, self.start),
+            ("GET", "/final", WORKER, self.final),
+            ("GET", "/contribution", WORKER, self.upload_state),
+            ("PUT", "/contribution", WORKER, self.put_contribution),
+            ("POST", "/contribution/commit", WORKER, self.commit),
+            ("POST", "/beat", WORKER, self.beat),
+            ("POST", "/abandon", WORKER, self.abandon),
+            ("POST", "/leave", WORKER, self.leave),
+            ("GET", "/status", LOOKING, self.status),
+            ("GET", "/file", LOOKING, self.file),
+            ("POST", "/stop", ADMIN, self.stop),
+            ("POST", "/pause", ADMIN, self.pause),
+            ("POST", "/unpause", ADMIN, self.unpause),
+            ("POST", "/evict", ADMIN, self.evict),
+            ("GET", "/tokens", ADMIN, self.tokens),
+            ("POST", "/tokens", ADMIN, self.new_token),
+            ("POST", "/tokens/revoke", ADMIN, self.revoke_token),
+            ("GET", "/clock", ANYBODY, self.clock),
+            ("GET", "/probe", ANYBODY, self.probe_down),
+            ("POST", "/probe", ANYBODY, self.probe_up),
+        ]
+        return [OnePath(f"/v1{path}", guarded(handler, rights), [method]) for method, path, rights, handler in paths]
+
+    def open(self) -> None:
+        """In the loop."""
+        self._changes = Changes(self.service)
+
+    def end_waiting(self) -> None:
+        """So that no request holds up the end. In the loop."""
+        if self._changes is not None:
+            self._changes.end()
+
+    def close(self) -> None:
+        self.end_waiting()
+        self.calls.close()
+
+    # ---- what requests have in common
+
+    async def _body(self, request: Request, kind: type[T], most: int = SMALL) -> T:
+        return await message(request, self.calls, kind, most)
+
+    def _ticket(self, request: Request) -> Ticket:
+        """Who asks; it must mean this run, and not ask too often."""
+        ticket = shown_ticket(request)
+        if ticket is None:
+            raise Refused(
+                Code.SECRET, "The request does not say which machine asks: show its ticket in the header heloco-machine."
+            )
+        is_here = ticket.machine in self.service.state.roster.present
+        self._limit(self._requests, ticket.machine if is_here else _address(request))
+        run = header(request.scope, b"heloco-run").decode("latin-1")
+        if run != self.service.state.run_id:
+            raise Refused(
+                Code.OTHER_RUN, f"Here is run {self.service.state.run_id}, not {run}: join this one, or fix the address."
+            )
+        return ticket
+
+    def _limit(self, buckets: Buckets, name: str) -> None:
+        if not buckets.take(name):
+            raise Refused(Code.RATE, f"More than {buckets.per_s:g} requests a second come from there: ask less often.")
+
+    def _query(self, request: Request, kind: type[T]) -> T:
+        try:
+            text = request.scope["query_string"].decode("ascii")
+            pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=True, max_num_fields=16) if text else []
+        except ValueError:
+            raise Refused(Code.MALFORMED, "The query is not name=value&….") from None
+        if len(dict(pairs)) != len(pairs):
+            raise Refused(Code.MALFORMED, "A name stands twice in the query.")
+        return m.convert(dict(pairs), kind)
+
+    def _moved(self, ticket: Ticket) -> Callable[[], None]:
+        return lambda: self.service.state.moved(ticket.machine)
+
+    async def _long(self, name: tuple[Any, ...], machine: str | None, function: Callable[..., Any], *arguments: Any) -> Response:
+        """What may take longer than an answer may: 202 then, and the same request again waits for the same call."""
+        answer = await self.calls.long(name, machine, lambda: (function(*arguments),))
+        return reply(m.Done(), 202) if answer is None else reply(answer[0] if answer[0] is not None else m.Done())
+
+    # ---- coming and going
+
+    async def describe(self, request: Request) -> Response:
+        self._limit(self._looks, _address(request))
+        return reply(self.service.describe())
+
+    async def join(self, request: Request) -> Response:
+        asked = await self._body(request, m.JoinRequest, LARGE)
+        self._limit(self._joins, _address(request))
+        if asked.layout is not None:
+            checked_layout(asked.layout)
+        token: Token = request.scope[TOKEN]
+        return reply(await self.calls.locked(self.service.members.join, asked, shown_ticket(request), token.id))
+
+    async def beat(self, request: Request) -> Response:
+        ticket, beat = self._ticket(request), await self._body(request, m.Beat)
+        return reply(self.service.members.beat(ticket, beat.steps))  # takes no lock, so it is answered at once, in the loop
+
+    async def abandon(self, request: Request) -> Response:
+        ticket, reason = self._ticket(request), await self._body(request, m.Reason)
+        await self.calls.locked(self.service.rounds.abandon, ticket, printable(reason.text))
+        return reply(m.Done())
+
+    async def leave(self, request: Request) -> Response:
+        ticket, reason = self._ticket(request), await self._body(request, m.Reason)
+        await self.calls.locked(self.service.members.leave, ticket, printable(reason.text))
+        return reply(m.Done())
+
+    # ---- looking
+
+    async def status(self, request: Request) -> Response:
+        self._limit(self._looks, _address(request))
+        return reply(await self.calls.locked(self.service.admin.status))
+
+    async def file(self, request: Request) -> Response:
+        """More of the run's config, tape, evaluations or journal, for who looks at it from elsewhere."""
+        part = self._query(request, FilePart)
+        content = await self.calls.on_file(self.service.admin.read, part.name, part.offset)
+        return Response(content, headers={"cache-control": "no-store"}, media_type="application/octet-stream")
+
+    # ---- ruling
+
+    async def stop(self, request: Request) -> Response:
+        reason = await self._body(request, m.Reason)
+        return await self._long(("stop",), None, self.service.admin.stop, printable(reason.text) or "stopped")
+
+    async def pause(self, request: Request) -> Response:
+        reason = await self._body(request, m.Reason)
+        await self.calls.locked(self.service.pauses.order, printable(reason.text) or "somebody paused it")
+        return reply(m.Done())
+
+    async def unpause(self, _: Request) -> Response:
+        await self.calls.locked(self.service.pauses.order, "")
+        return reply(m.Done())
+
+    async def evict(self, request: Request) -> Response:
+        asked = await self._body(request, m.MachineId)
+        await self.calls.locked(self.service.members.evict, asked.machine, printable(asked.text))
+        return reply(m.Done())
+
+    async def tokens(self, _: Request) -> Response:
+        return reply(await self.calls.locked(self.host.list_tokens))
+
+    async def new_token(self, request: Request) -> Response:
+        asked = await self._body(request, m.TokenRequest)
+        return reply(await self.calls.locked(self.host.new_token, asked.right, printable(asked.note)))
+
+    async def revoke_token(self, request: Request) -> Response:
+        asked = await self._body(request, m.TokenId)
+        await self.calls.locked(self.host.revoke_token, asked.id)
+        return reply(m.Done())
+
+    # ---- rounds
+
+    async def round(self, request: Request) -> Response:
+        """A round as soon as there is one, or why there was none; while it waits it holds no thread."""
+        ticket, asked = self._ticket(request), await self._body(request, m.RoundRequest)
+        until = time.monotonic() + min(asked.wait_s, ANSWER_S)
+        assert self._changes is not None
+        while True:
+            change = self._changes.next()
+            try:
+                answer = await self.calls.locked(self.service.rounds.next, ticket)
+            except Refused as refused:
+                if refused.code is not Code.BUSY:
+                    raise
+                answer = m.Wait(kind="busy", text="the synchronizer is busy")
+            left_s = until - time.monotonic()
+            if not isinstance(answer, m.Wait) or left_s <= 0 or self._changes.over:
+                return reply(answer)
+            await _set_within(change, left_s)
+
+    async def start(self, request: Request) -> Any:
+        ticket, key = self._ticket(request), self._query(request, Key)
+        path = await self.calls.locked(self.service.rounds.start, ticket, RoundKey(key.worker, key.round, key.version))
+        return await self._file_body(request, ticket, path)
+
+    async def final(self, request: Request) -> Any:
+        ticket = self._ticket(request)
+        return await self._file_body(request, ticket, await self.calls.locked(self.service.rounds.final, ticket))
+
+    async def _file_body(self, request: Request, ticket: Ticket, path: Any) -> Any:
+        assert self.service.state.starts is not None
+        size = self.service.state.starts.layout.size
+        return await FileBody.of(self.calls, path, begin_of(request, size), size, self._moved(ticket))
+
+    # ---- contributions
+
+    async def upload_state(self, request: Request) -> Response:
+        ticket, key = self._ticket(request), self._query(request, Key)
+        round_key = RoundKey(key.worker, key.round, key.version)
+        return reply(await self.calls.locked(self.service.contributions.progress, ticket, round_key))
+
+    async def put_contribution(self, request: Request) -> Response:
+        ticket, asked = self._ticket(request), self._query(request, KeyAndOffset)
+        key = RoundKey(asked.worker, asked.round, asked.version)
+        upload = await self.calls.locked(self.service.contributions.upload, ticket, key)
+        return await self._take_in(request, ticket, upload, asked.offset)
+
+    async def _take_in(self, request: Request, ticket: Ticket, upload: Upload, offset: int) -> Response:
+        return reply(m.UploadState(size=await take_in(request, self.calls, upload, offset, self._moved(ticket))))
+
+    async def commit(self, request: Request) -> Response:
+        ticket, asked = self._ticket(request), await self._body(request, m.ContributionCommit)
+        key = RoundKey(asked.worker, asked.round, asked.version)
+        name = ("commit", ticket.machine, key)
+        return await self._long(name, ticket.machine, self.service.contributions.commit, ticket, key, asked)
+
+    # ---- a model from outside
+
+    async def begin_model(self, request: Request) -> Response:
+        ticket, offer = self._ticket(request), await self._body(request, m.ModelOffer, LARGE)
+        layout = checked_layout(offer.layout)
+        upload = await self.calls.locked(self.service.models.upload, ticket, layout)
+        present = self.service.state.roster.present
+        self._models = {name: kept for name, kept in self._models.items() if name in present} | {ticket.machine: layout}
+        return reply(m.UploadState(size=upload.size))
+
+    async def put_model(self, request: Request) -> Response:
+        ticket, asked = self._ticket(request), self._query(request, Offset)
+        layout = self._models.get(ticket.machine)
+        if layout is None:
+            raise Refused(Code.INCOMPLETE, "Send the model's layout first.", size=0)
+        upload = await self.calls.locked(self.service.models.upload, ticket, layout)
+        return await self._take_in(request, ticket, upload, asked.offset)
+
+    async def commit_model(self, request: Request) -> Response:
+        ticket, commit = self._ticket(request), await self._body(request, m.ModelCommit, LARGE)
+        return await self._long(("model", ticket.machine), ticket.machine, self.service.models.commit, ticket, commit)
+
+    # ---- for `heloco doctor`
+
+    async def clock(self, request: Request) -> Response:
+        self._limit(self._looks, _address(request))
+        return reply({"time_s": time.time()})
+
+    async def probe_down(self, request: Request) -> Any:
+        self._limit(self._looks, _address(request))
+        asked = self._query(request, ProbeSize)
+        if asked.bytes > PROBE_AT_MOST:
+            raise Refused(Code.MALFORMED, f"At most {PROBE_AT_MOST} bytes are sent.")
+        return Zeros(asked.bytes)
+
+    async def probe_up(self, request: Request) -> Response:
+        self._limit(self._looks, _address(request))
+        return reply({"bytes": await discard(request, PROBE_AT_MOST)})
+
+
+def shown_ticket(request: Request) -> Ticket | None:
+    machine, _, secret = header(request.scope, b"heloco-machine").decode("utf-8", "replace").partition(" ")
+    return Ticket(machine=machine[:200], secret=secret[:200]) if machine else None
+
+
+def checked_layout(entries: m.Entries) -> Layout:
+    try:
+        return Layout.from_json(entries)
+    except ValueError as error:
+        raise Refused(Code.MALFORMED, f"The layout is not as it should be: {error}") from None
+
+
+def printable(text: str) -> str:
+    """Without control characters: it is shown in terminals and stands in files."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()
+
+
+def _address(request: Request) -> str:
+    return request.client.host if request.client else ""
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -1,0 +1,51 @@
+"""The gateway as an ASGI app: who gets in, the paths, and the live page."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
+
+from heloco.cluster.gateway.answers import refusal
+from heloco.cluster.gateway.api import Api
+from heloco.cluster.gateway.auth import PAGE, Auth
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.process import RunHost
+
+
+def app(host: RunHost, page: Any = None) -> Starlette:
+    """`page`: an ASGI app that only shows the run; it is served under /page to whoever has a viewer's key."""
+    api = Api(host)
+
+    async def no_such(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        code = Code.METHOD if status == 405 else Code.PATH
+        return refusal(request, Refused(code, f"There is no {request.method} of this path here."))
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        api.open()
+        try:
+            if hasattr(page, "router"):  # a Starlette app: what it does in the background must begin and end too
+                async with page.router.lifespan_context(page):
+                    yield
+            else:
+                yield
+        finally:
+            api.close()
+
+    assert host.tokens is not None
+    made = Starlette(
+        routes=[*api.routes(), *([Mount(PAGE, page)] if page is not None else [])],
+        middleware=[Middleware(Auth, tokens=host.tokens)],
+        exception_handlers={HTTPException: no_such},
+        lifespan=lifespan,
+    )
+    made.router.redirect_slashes = False
+    made.state.api = api
+    return made

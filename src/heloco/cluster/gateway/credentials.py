@@ -1,0 +1,159 @@
+"""The synchronizer's certificate and its key, made on first use and found again later. Tokens carry its fingerprint."""
+
+import hashlib
+import ipaddress
+import ssl
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from heloco.cluster.gateway import check_parts
+from heloco.disk import disk_errors, write_atomically
+from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate, GeneralName
+
+FOLDER = "credentials"
+CERTIFICATE, KEY = "certificate.pem", "key.pem"
+VALID = timedelta(days=365)
+RENEW = timedelta(days=7)
+"""A certificate of ours that ends so soon is made anew when the run is served again: workers should not lose it on the way."""
+SKEW = timedelta(days=1)
+"""Clocks of other machines may be so much behind."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    certificate: Path
+    """PEM; a chain may follow the certificate itself."""
+    key: Path
+    fingerprint: str
+    """The SHA-256 of the certificate, in hexadecimal."""
+    news: str = ""
+    """What whoever serves the run must be told."""
+
+    @classmethod
+    def found_or_made(
+        cls, folder: Path, hosts: Iterable[str] = (), *, cert: str | Path = "", key: str | Path = ""
+    ) -> "Credentials":
+        """Those in `folder`, made where there are none.
+
+        `hosts`: names and addresses for the certificate, which only browsers look at. `cert`, `key`: the user's own files."""
+        if bool(cert) != bool(key):
+            raise UserError("A certificate and its key belong together: give both --cert and --key, or none of them.")
+        own, own_key, news = Path(cert), Path(key), ""
+        with disk_errors(folder, "start again."):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            if not cert:
+                own, own_key = folder / CERTIFICATE, folder / KEY
+                news = _renewed(own, own_key, hosts)
+        return cls(own, own_key, _checked(own, own_key), news)
+
+    def context(self) -> ssl.SSLContext:
+        """For the server: TLS from 1.2 on."""
+        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        made.minimum_version = ssl.TLSVersion.TLSv1_2
+        made.load_cert_chain(self.certificate, self.key)
+        return made
+
+
+def fingerprint_of(der: bytes) -> str:
+    return hashlib.sha256(der).hexdigest()
+
+
+def fingerprint_in(path: Path) -> str:
+    """Of the certificate in a PEM file."""
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return fingerprint_of(_read(path).public_bytes(Encoding.DER))
+
+
+# ---- the certificate
+
+
+def self_signed(hosts: Iterable[str], begin: datetime, end: datetime) -> tuple[bytes, bytes]:
+    """A certificate and its key, as PEM."""
+    check_parts("cryptography")
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509 import oid
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(oid.NameOID.COMMON_NAME, "heloco")])
+    names = [_named(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begin, end)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([oid.ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return made.public_bytes(serialization.Encoding.PEM), key.private_bytes(*form)
+
+
+def _named(host: str) -> "GeneralName":
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        pass
+    try:
+        return x509.DNSName(host)
+    except ValueError as error:
+        raise UserError(f"{host!r} is neither a name nor an address of a machine: mend --host.") from error
+
+
+def _renewed(certificate: Path, key: Path, hosts: Iterable[str]) -> str:
+    """Makes our certificate where there is none, and anew where its time is over; what there is to say about that."""
+    now, there = datetime.now(UTC), certificate.exists() and key.exists()
+    if there and _read(certificate).not_valid_after_utc - now > RENEW:
+        key.chmod(0o600)
+        return ""
+    made, made_key = self_signed(hosts, now - SKEW, now + VALID)
+    write_atomically(key, made_key, mode=0o600)
+    write_atomically(certificate, made, mode=0o600)
+    if not there:
+        return ""
+    return (
+        f"The certificate in {certificate.parent} had expired, or soon would: a new one was made, so the token has changed. "
+        "Paste the new one where machines join."
+    )
+
+
+def _read(path: Path) -> "Certificate":
+    check_parts("cryptography")
+    from cryptography import x509
+
+    remedy = f"give a certificate in PEM, or remove {path.parent} (a new one is made, and the token changes)."
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} holds no certificate: {remedy}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
+
+
+def _checked(certificate: Path, key: Path) -> str:
+    """The certificate's fingerprint. It must be valid today, and the key must be its own."""
+    found, now = _read(certificate), datetime.now(UTC)
+    if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
+        span = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
+        raise UserError(f"The certificate {certificate} is valid from {span}, not today: give one that is, or mend the clock.")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(
+            f"{key} is not the key of {certificate}, or cannot be read ({why}): give the pair that belongs together, the key "
+            "without a password."
+        ) from error
+    from cryptography.hazmat.primitives.serialization import Encoding
+
+    return fingerprint_of(found.public_bytes(Encoding.DER))

@@ -1,0 +1,133 @@
+"""The gateway as a server of its own in a thread: TLS on one port, with a loop that is nobody else's."""
+
+import asyncio
+import errno
+import logging
+import socket
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+from heloco.cluster.gateway import check_parts
+from heloco.cluster.gateway.credentials import Credentials
+from heloco.cluster.server.process import ListenConfig, RunHost
+from heloco.errors import UserError
+
+CONNECTIONS = 768
+"""A machine has two, and a process may usually have 1024 files open."""
+KEEP_ALIVE_S = 75
+GRACE_S = 2
+"""For requests under way, when it ends; transfers go on where they were cut."""
+BACKLOG = 256
+
+log = logging.getLogger("heloco.gateway")
+
+
+class GatewayServer:
+    """`start` listens, `stop` ends it; the run stays as it is. `page`: see `app`."""
+
+    def __init__(self, run: RunHost, credentials: Credentials, host: str = "0.0.0.0", port: int = 8443, page: Any = None) -> None:
+        check_parts("starlette", "uvicorn")
+        self.run, self.credentials, self.host, self.port, self.page = run, credentials, host, port, page
+        self._started = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._server: Any = None
+        self._api: Any = None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.credentials.fingerprint
+
+    @property
+    def address(self) -> str:
+        return f"https://[{self.host}]:{self.port}" if ":" in self.host else f"https://{self.host}:{self.port}"
+
+    def start(self) -> None:
+        listening = listen(self.host, self.port)
+        self.port = listening.getsockname()[1]
+        self._server = self._built()
+        self._thread = threading.Thread(target=self._run, args=(listening,), name="heloco-gateway", daemon=True)
+        self._thread.start()
+        self._started.wait()
+        if not self._server.started:
+            listening.close()
+            raise RuntimeError("The gateway did not start: its log has the details.")
+
+    def _built(self) -> Any:
+        import uvicorn
+
+        from heloco.cluster.gateway.app import app
+        from heloco.cluster.gateway.connection import Connection, fastest_loop
+
+        made = app(self.run, self.page)
+        self._api = made.state.api
+        config = uvicorn.Config(
+            made, http=cast(Any, Connection), loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False,
+            server_header=False, access_log=False, log_config=None, log_level="critical", limit_concurrency=CONNECTIONS,
+            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
+        )  # fmt: skip
+        config.load()
+        config.ssl = self.credentials.context()
+        told = self._tell_started
+
+        class Server(uvicorn.Server):
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                told()
+
+        return Server(config)
+
+    def _tell_started(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._started.set()
+
+    def _run(self, listening: socket.socket) -> None:
+        try:
+            self._server.run(sockets=[listening])
+        except BaseException as error:
+            log.error("The gateway has ended: %r", error, exc_info=error)
+        finally:
+            self._started.set()
+
+    def stop(self) -> None:
+        """Lets requests under way end, for a moment, and waits until nothing touches the service any more."""
+        if self._thread is None or self._loop is None:
+            return
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._api.end_waiting)
+            self._server.should_exit = True
+        self._thread.join()
+        self._thread = None
+
+
+def open_gateway(run: RunHost, listen: ListenConfig, folder: Path, page: Any) -> GatewayServer:
+    """A gateway over the run, with the certificate in `folder`, made where there is none."""
+    credentials = Credentials.found_or_made(folder, listen.names, cert=listen.cert, key=listen.key)
+    gateway = GatewayServer(run, credentials, listen.host, listen.port, page)
+    gateway.start()
+    return gateway
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at the address, or a sentence that says why not."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        made = socket.socket(family, kind, protocol)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"{host!r} with port {port} is no address to listen at ({error}): mend --host or --port.") from error
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        why = {
+            errno.EADDRINUSE: f"port {port} is taken: stop what listens there, or choose another --port (0: any free one).",
+            errno.EACCES: f"port {port} needs special rights: choose a --port from 1024 on.",
+            errno.EADDRNOTAVAIL: f"{host} is no address of this machine: mend --host (0.0.0.0: all of them).",
+        }.get(error.errno or 0, f"{error.strerror}: choose another --host or --port.")
+        raise UserError(f"The gateway cannot listen at {host}:{port}: {why}") from error
+    return made

@@ -1,0 +1,1 @@
+"""What a machine and a run say to each other, whatever connects them."""

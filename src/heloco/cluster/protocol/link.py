@@ -1,0 +1,85 @@
+"""What connects a machine, or a person, with a run: the same requests over HTTPS, Ray, or inside one process."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import xxhash
+from torch import Tensor
+
+from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    BeatAnswer,
+    ContributionReport,
+    Joined,
+    Right,
+    RoundAnswer,
+    RoundKey,
+    RunInfo,
+    Status,
+    Ticket,
+    TokenInfo,
+    TokenList,
+)
+from heloco.wire.layout import Layout, pieces
+
+
+class LinkDown(Exception):
+    """The run cannot be reached at the moment. Asking again later is right: every request may be repeated."""
+
+
+class Link(Protocol):
+    """What a machine asks of a run. Every request raises `Refused` where it was refused and `LinkDown` where no answer came.
+
+    Beats must not wait for tensors; a transfer that was cut goes on where it stopped when it is asked for again."""
+
+    address: str
+
+    def describe(self) -> RunInfo: ...
+    def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined: ...
+    def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None: ...
+    def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
+        """Waits up to `wait_s` for a round where there is none at once."""
+
+    def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:
+        """What the round begins with, checked. The tensors belong to the caller; the next start may take their place."""
+
+    def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
+        """The model of a run that has ended."""
+
+    def hand_in(
+        self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: ContributionReport
+    ) -> Acknowledgement:
+        """Sends a contribution and has it acknowledged. The link fills in the report's digest."""
+
+    def beat(self, ticket: Ticket, steps: int) -> BeatAnswer: ...
+    def abandon(self, ticket: Ticket, text: str) -> None: ...
+    def leave(self, ticket: Ticket, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class AdminLink(Protocol):
+    """What people ask of a run: to look at it, and to rule it."""
+
+    address: str
+
+    def describe(self) -> RunInfo: ...
+    def status(self) -> Status: ...
+    def read(self, name: str, offset: int) -> bytes:
+        """More of one of the run's files that may be shown, from a byte on."""
+
+    def stop(self, text: str) -> None: ...
+    def pause(self, text: str) -> None: ...
+    def unpause(self) -> None: ...
+    def evict(self, machine: str, text: str) -> None: ...
+    def tokens(self) -> TokenList: ...
+    def new_token(self, right: Right, note: str) -> TokenInfo: ...
+    def revoke_token(self, token_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+def digest_of(layout: Layout, tensors: Mapping[str, Tensor]) -> str:
+    """xxh3-128 of the file that these tensors are."""
+    digest = xxhash.xxh3_128()
+    for piece in pieces(layout, tensors):
+        digest.update(piece)
+    return digest.hexdigest()

@@ -1,0 +1,70 @@
+"""Requests that are refused: a code for programs, a sentence for people. A refused request has changed nothing."""
+
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    MALFORMED = "malformed"
+    """The message is not one of the protocol's."""
+    PATH = "path"
+    METHOD = "method"
+    LENGTH = "length"
+    TOO_LONG = "too-long"
+    TIMEOUT = "timeout"
+    CUT = "cut"
+    HTTP = "http"
+    """What came is no HTTP request."""
+    INTERNAL = "internal"
+    RATE = "rate"
+    RIGHT = "right"
+    """The token does not allow this."""
+    OTHER_RUN = "other-run"
+    VERSION = "version"
+    ENDED = "ended"
+    AWAY = "away"
+    """The synchronizer's process is about to stop and to be started again: ask again later."""
+    BUSY = "busy"
+    DISK = "disk"
+    UNKNOWN_MACHINE = "unknown-machine"
+    """The machine is not here, or was away for too long: it joins again."""
+    SECRET = "secret"
+    """The ticket is not the machine's."""
+    BARRED = "barred"
+    """The machine was turned away or evicted."""
+    NOT_HELD = "not-held"
+    FUTURE = "future"
+    NOT_FINITE = "not-finite"
+    OFFSET = "offset"
+    INCOMPLETE = "incomplete"
+    CORRUPTED = "corrupted"
+    LAYOUT = "layout"
+    MODEL = "model"
+    TOO_LARGE = "too-large"
+    HAS_MODEL = "has-model"
+    NO_MODEL = "no-model"
+    FAILED = "failed"
+    NO_SUCH = "no-such"
+    """There is no machine or token of that name."""
+
+
+RETRIED_LATER = frozenset({Code.BUSY, Code.DISK, Code.RATE, Code.AWAY})
+"""Refusals after which the same request may succeed by itself."""
+RESUMED = frozenset({Code.OFFSET, Code.INCOMPLETE, Code.CORRUPTED})
+"""Refusals of a transfer that is to go on from what has arrived."""
+
+
+class Refused(Exception):
+    """A request that was refused."""
+
+    def __init__(self, code: Code, text: str, *, size: int | None = None) -> None:
+        super().__init__(text)
+        self.code, self.text = code, text
+        self.size = size
+        """How much of a transfer has arrived, where that is what is wrong."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _refused, (self.code, self.text, self.size)
+
+
+def _refused(code: Code, text: str, size: int | None) -> Refused:
+    return Refused(code, text, size=size)

@@ -1,0 +1,35 @@
+"""A token as it is pasted: what it allows, a secret, and the fingerprint of the synchronizer's certificate.
+
+    heloco-worker.SECRET.FINGERPRINT
+
+So a machine knows the synchronizer by its certificate itself: no authority has to vouch for it, and its name may change."""
+
+import re
+from typing import NamedTuple, get_args
+
+from heloco.cluster.protocol.messages import Right
+from heloco.errors import UserError
+
+RIGHTS: tuple[Right, ...] = get_args(Right)
+_TOKEN = re.compile(rf"heloco-({'|'.join(RIGHTS)})\.([A-Za-z0-9_-]{{43}})\.([0-9a-f]{{64}})")
+
+
+class ParsedToken(NamedTuple):
+    right: Right
+    secret: str
+    fingerprint: str
+    """SHA-256 of the certificate, in hexadecimal."""
+
+
+def format_token(right: Right, secret: str, fingerprint: str) -> str:
+    return f"heloco-{right}.{secret}.{fingerprint}"
+
+
+def parse_token(token: str) -> ParsedToken:
+    match = _TOKEN.fullmatch(token.strip())
+    if match is None:
+        raise UserError(
+            "The token is not whole: paste one that `heloco serve` or `heloco tokens` printed, from heloco- to its end."
+        )
+    right, secret, fingerprint = match.groups()
+    return ParsedToken(right, secret, fingerprint)  # type: ignore[arg-type]

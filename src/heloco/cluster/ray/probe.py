@@ -1,0 +1,72 @@
+"""What is wrong with a Ray address, found out before Ray itself is asked: with a wrong token it tries for minutes."""
+
+import contextlib
+import importlib
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.cluster.ray.ray_cluster import Tls
+
+ANSWER_S = 5.0
+_CLUSTER = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
+
+
+def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) -> None:
+    """Refuses with a sentence what does not answer, or does not take our token or certificate. `client`: a ray:// address."""
+    host, port = split(address)
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"Nothing answers at {address} ({why}): check the address, and that Ray runs there.") from error
+    try:
+        grpc: Any = importlib.import_module("grpc")
+    except ImportError:  # Ray then finds out by itself, slowly
+        return
+    code = _asked(grpc, address, token, tls, _CLIENTS if client else _CLUSTER)
+    if code == grpc.StatusCode.UNAUTHENTICATED:
+        has = "was refused" if token else "is missing"
+        raise UserError(
+            f"The Ray cluster at {address} wants its token, and ours {has}: set RAY_AUTH_TOKEN_PATH to a copy of the file that "
+            "the head has, or give the token."
+        )
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        how = "with TLS" if tls else "without TLS"
+        raise UserError(
+            f"{address} answers, but not as Ray does {how}: check the port, and that both sides have TLS files of one authority, "
+            "or neither has."
+        )
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"{address!r} is no address of a Ray cluster: give HOST:PORT.")
+    return host.strip("[]"), int(port)
+
+
+def listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER_S):
+        return True
+    return False
+
+
+def _asked(grpc: Any, address: str, token: str, tls: "Tls | None", method: str) -> Any:
+    """The status code of one request; None where it went well."""
+    if tls is None:
+        channel = grpc.insecure_channel(address)
+    else:
+        ca, key, cert = (Path(path).read_bytes() for path in (tls.ca, tls.key, tls.cert))
+        channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
+    with channel:
+        try:
+            metadata = [("authorization", f"Bearer {token}")] if token else []
+            channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=metadata)
+        except grpc.RpcError as error:
+            return error.code()
+    return None

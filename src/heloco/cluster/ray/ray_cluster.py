@@ -1,0 +1,344 @@
+"""Ray itself: started for a run and ended with it, or joined where it runs already. Closed by default: a token always, loopback
+alone unless told otherwise, and beyond it TLS.
+
+What is set here was measured with Ray 2.60; much of it is Ray's own business, which is why its version is pinned.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from heloco.cluster.ray.probe import listens, probe, split
+from heloco.errors import UserError
+
+NAMESPACE = "heloco"
+LEAST_STORE = 150_000_000
+START_S, STOP_S = 90.0, 20.0
+LOOPBACK = ("127.0.0.1", "localhost")
+_CURRENT = "ray_current_cluster"
+TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
+_libc = ctypes.CDLL(None)
+_KEEPALIVE = {
+    # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
+    "RAY_grpc_keepalive_time_ms": "10000", "RAY_grpc_keepalive_timeout_ms": "20000",
+    "RAY_health_check_failure_threshold": "30",
+}  # fmt: skip
+_PINGS = {"RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000"}
+"""Only in a Ray that is ours from the start: the processes of another close connections on which pings come so often."""
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call without a connection starts another Ray
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else every end takes up to 30 s
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may use one all the same
+}
+
+
+@dataclass(frozen=True)
+class Tls:
+    """PEM files of this machine, for every connection between Ray's processes; `ca` signed all machines' certificates."""
+
+    cert: str
+    key: str
+    ca: str
+
+    def settings(self) -> dict[str, str]:
+        for path in (self.cert, self.key, self.ca):
+            if not os.access(path, os.R_OK):
+                raise UserError(f"The TLS file {path} cannot be read: give one that is there and that you may read.")
+        files = zip(TLS_FILES, (self.cert, self.key, self.ca), strict=True)
+        return {"RAY_USE_TLS": "1", **{name: str(Path(path).resolve()) for name, path in files}}
+
+    @classmethod
+    def of_environment(cls) -> "Tls | None":
+        """As Ray's own settings have it."""
+        if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+            return None
+        missing = [name for name in TLS_FILES if not os.environ.get(name)]
+        if missing:
+            raise UserError(f"RAY_USE_TLS is set, and {', '.join(missing)} is not: set all of them, or none.")
+        return cls(*(os.environ[name] for name in TLS_FILES))
+
+
+def require_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise UserError('Ray is not installed here: `pip install "heloco[cluster]"`.') from None
+
+
+def check_versions(ours: str, theirs: str) -> None:
+    """Ray talks only to its own version."""
+    if ours != theirs:
+        raise UserError(f"The cluster's Ray is {theirs} and this machine's is {ours}: `pip install ray=={theirs}` here.")
+
+
+class Cluster:
+    """A Ray that this process is connected to. `stop` ends what was started here and nothing else."""
+
+    def __init__(self, address: str, client_address: str = "", token_file: Path | None = None) -> None:
+        self.address, self.client_address, self.token_file = address, client_address, token_file
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: Path | None = None
+        self._set = _Environment()
+        self._connected = False
+
+    @property
+    def started_here(self) -> bool:
+        return self._process is not None
+
+    def broken(self) -> bool:
+        """Whether one of Ray's processes ended: the launcher then ends the others and itself."""
+        return self._process is not None and self._process.poll() is not None
+
+    def words(self) -> str:
+        """The last that Ray said at its start."""
+        assert self._folder is not None
+        said = [line.strip() for line in (self._folder / "start.log").read_text(errors="replace").splitlines()]
+        return next((line for line in reversed(said) if line and not line.startswith("[")), "nothing")
+
+    def stop(self, *, for_good: bool = True) -> None:
+        """`for_good`: else another is started at once, and what asks meanwhile must not reach for one of its own."""
+        ray = require_ray()
+        if self._connected:
+            with contextlib.suppress(Exception), _own_signals():  # of a Ray that is gone
+                ray.shutdown()
+            self._connected = False
+        if self._process is not None:
+            if self._process.stdin:
+                self._process.stdin.close()  # the launcher sees it, and ends Ray
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if for_good:
+            self._set.restore()
+
+
+def start_ray(
+    address: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    client_port: int = 0,
+    token: str = "",
+    token_file: Path | None = None,
+    tls: Tls | None = None,
+    trusted: bool = False,
+    store_bytes: int = LEAST_STORE,
+) -> Cluster:
+    """Starts Ray on this machine, or joins the one at `address` (HOST:PORT of a cluster this machine is a node of, or
+    ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself."""
+    ray = require_ray()
+    tls = tls or Tls.of_environment()
+    if not address and host not in LOOPBACK and tls is None and not trusted:
+        raise UserError(
+            f"Ray would listen at {host} unencrypted: give certificate, key and authority (PEM), or say that the network is "
+            "trusted, as a WireGuard one is."
+        )
+    if ray.is_initialized():
+        raise UserError("This process is connected to a Ray cluster already: it can be in one at a time.")
+    if address:
+        return _join(ray, address.removeprefix("ray:").removeprefix("//"), "//" in address, token, token_file, tls)
+    cluster = Cluster("")
+    try:
+        _start(ray, cluster, host, port, client_port, token, token_file, tls, store_bytes)
+    except BaseException:
+        cluster.stop()
+        raise
+    return cluster
+
+
+def _start(
+    ray: Any, cluster: Cluster, host: str, port: int, client_port: int, token: str, token_file: Path | None, tls: Tls | None,
+    store_bytes: int,
+) -> None:  # fmt: skip
+    cluster._folder = folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
+    cluster.token_file = token_file or folder / "token"
+    if not cluster.token_file.exists():
+        write_secret(cluster.token_file, token or secrets.token_hex(32))
+    for wanted in (port, client_port):
+        if wanted and listens("127.0.0.1" if host in LOOPBACK else host, wanted):
+            raise UserError(f"The port {wanted} is in use on {host}: choose another, or end what uses it.")
+    client_port = client_port or _free_port()
+    cluster._set.change(_PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
+    host = "127.0.0.1" if host in LOOPBACK else host
+    store = min(max(store_bytes, LEAST_STORE), int(0.8 * shutil.disk_usage("/dev/shm").free))
+    command = [
+        sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), "--head", "--block", "--disable-usage-stats",
+        f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
+        f"--temp-dir={folder}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
+    ]  # fmt: skip
+    # Ray forks a server for each client in the midst of gRPC's threads: with gRPC's own help one in twenty does not come up.
+    environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    with (folder / "start.log").open("wb") as log:
+        cluster._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+        )
+    cluster.address = _when_up(cluster, folder / _CURRENT)
+    cluster.client_address = f"ray://{host}:{client_port}"
+    _connect(ray, cluster, cluster.address)
+
+
+def _when_up(cluster: Cluster, current: Path) -> str:
+    until = time.monotonic() + START_S
+    while not current.exists() or not current.read_text().strip():
+        if cluster.broken():
+            raise UserError(f"Ray did not start. The last it said: {cluster.words()}")
+        if time.monotonic() > until:
+            raise UserError(
+                f"Ray did not start within {START_S:g} s: is the machine very busy? The last it said: {cluster.words()}"
+            )
+        time.sleep(0.05)
+    return current.read_text().strip()
+
+
+def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | None, tls: Tls | None) -> Cluster:
+    cluster = Cluster(address, token_file=token_file)
+    host, port = split(address)
+    known = token or _known_token(token_file)
+    probe(address, known, tls, client=client)
+    loopback = not client and host in LOOPBACK and not listens(ray.util.get_node_ip_address(), port)
+    cluster._set.change(_settings(token=known, token_file=token_file, tls=tls, loopback=loopback))
+    try:
+        if not client and not ray._private.services.find_node_ids():
+            raise UserError(
+                f"This machine is no node of the Ray cluster at {address}: `ray start --address={address}` makes it one; or join "
+                "as a client, with ray://HOST:PORT."
+            )
+        _connect(ray, cluster, f"ray://{address}" if client else address)
+    except BaseException:
+        cluster.stop()
+        raise
+    return cluster
+
+
+def _known_token(token_file: Path | None) -> str:
+    """Ray's own places for it."""
+    if token_file is None and (given := os.environ.get("RAY_AUTH_TOKEN")):
+        return given
+    path = token_file or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    with contextlib.suppress(OSError):
+        return path.read_text().strip()
+    return ""
+
+
+def _settings(*, token: str = "", token_file: Path | None = None, tls: Tls | None, loopback: bool) -> dict[str, str]:
+    found = {**_KEEPALIVE, **_QUIET, **(tls.settings() if tls else {})}
+    if token_file is not None:
+        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()), "RAY_AUTH_TOKEN": ""}
+    elif token:
+        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    # Ray makes of 127.0.0.1 an address that others can reach, and then listens everywhere. Where it thinks that there can be no
+    # cluster, it does not.
+    return found | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {})
+
+
+def _connect(ray: Any, cluster: Cluster, address: str) -> None:
+    with _own_signals():
+        for last in (False, False, True):
+            try:
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+                break
+            except RuntimeError as error:
+                raise _translated(error, cluster.address) from error
+            except (ConnectionError, ray.exceptions.RayError, OSError) as error:
+                if last or not address.startswith("ray://"):
+                    raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
+                ray.shutdown()  # the server that Ray starts for a client may fail once
+    cluster._connected = True
+    ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # it prints of every death, whatever it was told
+
+
+def _translated(error: RuntimeError, address: str) -> UserError:
+    """Ray's own refusal of another version, which names both in a text of several lines."""
+    found = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
+    if len(found) == 2 and found[0] != found[1]:
+        try:
+            check_versions(found[1], found[0])
+        except UserError as sentence:
+            return sentence
+    return UserError(f"The Ray cluster at {address} cannot be joined ({_words(error)}).")
+
+
+def _words(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """`ray.init` puts a handler of its own in the place of ours, and `ray.shutdown` none. Where Ray is started again, that is in
+    another thread than the main one: Python lets none but that set a handler, the system lets all."""
+    before = ctypes.create_string_buffer(512)  # more than a struct sigaction has
+    _libc.sigaction(signal.SIGTERM, None, before)
+    known = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, known)
+        _libc.sigaction(signal.SIGTERM, before, None)
+
+
+class _Environment:
+    """Ray reads its settings from the environment, some of them once, when it is loaded."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, str | None] = {}
+
+    def change(self, values: dict[str, str]) -> None:
+        self._before |= {name: os.environ.get(name) for name in values if name not in self._before}
+        os.environ.update(values)
+        self._take_effect()
+
+    def restore(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        self._before.clear()
+        self._take_effect()
+
+    @staticmethod
+    def _take_effect() -> None:
+        core = importlib.import_module("ray._raylet")
+        core.Config.initialize("")
+        core.AuthenticationTokenLoader.instance().reset_cache()
+        constants: Any = importlib.import_module("ray._private.ray_constants")
+        constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
+        hook: Any = importlib.import_module("ray._private.auto_init_hook")
+        hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"
+
+
+def write_secret(path: Path, text: str) -> None:
+    """A file that nobody else may read, at no moment."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(file, "w") as out:
+        out.write(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port

@@ -1,0 +1,303 @@
+"""A machine's link to a run over Ray: calls of the synchronizer's actor, tensors through the object store.
+
+Every wait has an end of our own, for Ray's calls can hang. What takes long for a good reason (a turn among many contributions, a
+slow network) is waited for as long as the synchronizer answers at all; meanwhile it is told that this machine is still there.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from msgspec import structs
+from torch import Tensor
+
+import heloco
+from heloco.cluster.protocol import messages as m
+from heloco.cluster.protocol.link import LinkDown
+from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.ray.actor import DOWN, FAILED, NAME, PIECE, REFUSED, tensor_deadline_s
+from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, Tls, check_versions, require_ray, start_ray
+from heloco.errors import RunStopped, UserError
+from heloco.wire.layout import Layout, pieces, view
+
+BEAT_S = 10.0
+ANSWER_S = 60.0
+"""For requests without tensors: an evaluation or a checkpoint may be under way."""
+PING_EVERY_S = 3.0
+READY_S = 3.0
+ANEW_S = 20.0
+"""Without a synchronizer for so long, a node's process connects anew: its connection may be to a head that another has replaced,
+and Ray itself never notices that."""
+
+
+class RayLink:
+    def __init__(self, address: str = "", token: str = "", *, tls: Tls | None = None, name: str = NAME) -> None:
+        """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, empty inside Ray's own processes."""
+        self.address = address or "this Ray cluster"
+        self._where, self._token, self._tls, self._name = address, token, tls, name
+        self._is_client = address.startswith("ray://")
+        self._cluster: Cluster | None = None
+        self._handle: Any = None
+        self._lock = threading.Lock()  # signs of life come from a thread of their own
+        self._beating = threading.Lock()
+        """Held while that thread uses the connection."""
+        self._missed_s = 0.0
+        """Since when nobody was found under the synchronizer's name; 0: somebody was."""
+        self._room = np.empty(0, np.uint8)
+        """What the last start was put into, and the next will be: memory that is in use already is several times as fast."""
+        self._ray = require_ray()
+        self._connect()
+
+    def _connect(self) -> None:
+        with self._lock:
+            if self._where and not self._ray.is_initialized():
+                self._cluster = start_ray(self._where, token=self._token, tls=self._tls)
+
+    def _disconnect(self) -> None:
+        with self._lock:
+            self._handle = None
+            if self._cluster is not None:
+                self._cluster.stop()
+                self._cluster = None
+
+    # ---- asking
+
+    def _actor(self, *, anew: bool = True) -> Any:
+        """Looked up by its name again after it was lost: the head starts another one from the journal. `anew`: where that is in
+        vain for long, the connection is ended, and the next one who asks makes another."""
+        if not self._ray.is_initialized():
+            try:
+                self._connect()
+            except UserError as error:
+                raise LinkDown(str(error)) from error
+            if not self._ray.is_initialized():
+                raise LinkDown("Ray is being started again.")
+        if self._handle is None:
+            try:
+                self._handle = self._ray.get_actor(self._name, namespace=NAMESPACE)
+                self._missed_s = 0.0
+            except ValueError:
+                if anew:
+                    self._missed()
+                raise LinkDown("No run is being served in the Ray cluster at the moment.") from None
+        return self._handle
+
+    def _missed(self) -> None:
+        now_s = time.monotonic()
+        self._missed_s = self._missed_s or now_s
+        if self._cluster is not None and now_s - self._missed_s > ANEW_S:
+            self._missed_s = 0.0
+            with self._beating:
+                self._disconnect()
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Any:
+        """Whatever Ray says of a peer that is gone, late or out of reach. It may have done what it was asked, and may be asked
+        again."""
+        errors = self._ray.exceptions
+        try:
+            yield
+        except errors.RayTaskError as error:  # of the service itself: what it holds is whole
+            raise LinkDown(f"The synchronizer met an error of its own ({str(error).strip().splitlines()[-1]}).") from error
+        except errors.GetTimeoutError as error:
+            self._handle = None
+            raise LinkDown("The synchronizer does not answer.") from error
+        except errors.RayError as error:
+            self._handle = None
+            raise LinkDown(f"The synchronizer is out of reach ({type(error).__name__}).") from error
+        except ConnectionError as error:  # a client's: it connects anew
+            self._disconnect()
+            raise LinkDown(f"The Ray cluster is out of reach ({_first_line(error)}).") from error
+        except (LinkDown, Refused, RunStopped):
+            raise
+        except Exception as error:  # Ray's plain ones, of a handle or a connection from before
+            self._handle = None
+            raise LinkDown(f"The synchronizer cannot be asked ({_first_line(error)}).") from error
+
+    def _ask(self, method: str, *given: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
+        with self._reaching():
+            actor = self._actor()
+            reference = getattr(actor, method).remote(*given)
+            return _read(self._awaited(actor, reference, within_s, machine))
+
+    def _awaited(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
+        """What a reference stands for, for as long as the synchronizer answers pings; it ends all the same."""
+        until = time.monotonic() + within_s
+        while not self._ray.wait([reference], timeout=min(PING_EVERY_S, within_s))[0]:
+            if time.monotonic() > until:
+                raise LinkDown(f"The synchronizer has not answered within {within_s:.0f} s.")
+            self._ray.get(actor.ping.remote(machine), timeout=BEAT_S)
+        # On a node of the cluster it is here now; to a client it comes only with this.
+        return self._ray.get(reference, timeout=max(READY_S, until - time.monotonic()) if self._is_client else READY_S)
+
+    # ---- requests
+
+    def describe(self) -> m.RunInfo:
+        info: m.RunInfo = self._ask("describe")
+        check_versions(self._ray.__version__, info.ray)
+        return info
+
+    def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> m.Joined:
+        request = m.JoinRequest(name=name, version=heloco.__version__, layout=layout.entries if layout else None)
+        joined: m.Joined = self._ask("join", request, returning)
+        return joined
+
+    def next_round(self, ticket: Ticket, wait_s: float) -> m.RoundAnswer:
+        answer: m.RoundAnswer = self._ask("next_round", ticket, wait_s, within_s=wait_s + ANSWER_S)
+        return answer
+
+    def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
+        with self._beating, self._reaching():
+            actor = self._actor(anew=False)
+            answer: m.BeatAnswer = _read(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
+            return answer
+
+    def abandon(self, ticket: Ticket, text: str) -> None:
+        self._ask("ask", "abandon", ticket, text)
+
+    def leave(self, ticket: Ticket, text: str) -> None:
+        self._ask("ask", "leave", ticket, text)
+
+    def close(self) -> None:
+        self._disconnect()
+
+    # ---- looking at it, and ruling it
+
+    def status(self) -> m.Status:
+        status: m.Status = self._ask("status")
+        return status
+
+    def read(self, name: str, offset: int) -> bytes:
+        content: bytes = self._ask("ask", "read", name, offset)
+        return content
+
+    def stop(self, text: str) -> None:
+        self._ask("ask", "stop", text)
+
+    def pause(self, text: str) -> None:
+        self._ask("ask", "pause", text or "somebody paused it")
+
+    def unpause(self) -> None:
+        self._ask("ask", "pause", "")
+
+    def evict(self, machine: str, text: str) -> None:
+        self._ask("ask", "evict", machine, text)
+
+    def declare_lost(self, machine: str, text: str) -> None:
+        """The machine's process is known to be gone."""
+        self._ask("ask", "declare_lost", machine, text)
+
+    def tokens(self) -> m.TokenList:
+        tokens: m.TokenList = self._ask("ask", "tokens")
+        return tokens
+
+    def new_token(self, right: Right, note: str) -> m.TokenInfo:
+        token: m.TokenInfo = self._ask("ask", "new_token", right, note)
+        return token
+
+    def revoke_token(self, token_id: str) -> None:
+        self._ask("ask", "revoke_token", token_id)
+
+    def token(self, right: Right) -> str:
+        """A token of the gateway that holds, as it is pasted."""
+        token: str = self._ask("ask", "token", right)
+        return token
+
+    def memory(self) -> dict[str, int]:
+        """What the synchronizer's process holds in memory, in bytes."""
+        memory: dict[str, int] = self._ask("memory")
+        return memory
+
+    # ---- tensors
+
+    def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:
+        self._download(ticket, key, layout)
+        if xxhash.xxh3_128_hexdigest(self._room.data) != digest:
+            raise LinkDown("What arrived is not the round's start: the synchronizer has changed its run.")
+        return view(layout, self._room)
+
+    def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
+        self._download(ticket, None, layout)
+        return view(layout, self._room)
+
+    def _download(self, ticket: Ticket, key: RoundKey | None, layout: Layout) -> None:
+        within_s = tensor_deadline_s(layout.size)
+        shared = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
+        if len(self._room) != layout.size:
+            self._room = np.empty(layout.size, np.uint8)
+        arrived = 0
+        with self._reaching():
+            self._ray.wait(shared, num_returns=len(shared), timeout=0)  # all may come at once
+            while shared:
+                piece = self._awaited(self._actor(), shared.pop(0), within_s, ticket.machine)
+                if arrived + len(piece) > layout.size:
+                    break
+                self._room[arrived : arrived + len(piece)] = piece  # what Ray shares with others is not ours to write to
+                arrived += len(piece)
+            self._actor().got.remote(ticket.machine)
+        if arrived != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
+            raise LinkDown("What arrived is not of the run's model: the synchronizer has changed its run.")
+
+    def hand_in(
+        self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: m.ContributionReport
+    ) -> m.Acknowledgement:
+        boxed, digest = self._put(layout, tensors)
+        within_s = tensor_deadline_s(layout.size) + ANSWER_S
+        report = structs.replace(report, digest=digest)
+        ack: m.Acknowledgement = self._ask("hand_in", ticket, key, boxed, report, within_s=within_s, machine=ticket.machine)
+        return ack
+
+    def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        boxed, digest = self._put(layout, tensors)
+        within_s = tensor_deadline_s(layout.size) + ANSWER_S
+        commit = m.ModelCommit(names=tuple(names), digest=digest)
+        self._ask("send_model", ticket, layout, boxed, commit, within_s=within_s, machine=ticket.machine)
+
+    def _put(self, layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[list[Any], str]:
+        """References to the tensors' file in this machine's store, in pieces, from which the synchronizer takes them when it
+        wants to; and the file's digest."""
+        digest = xxhash.xxh3_128()
+        with self._reaching():
+            self._actor()  # where nobody is there to take them, nothing is put
+            references = []
+            for piece in in_pieces(pieces(layout, tensors)):
+                digest.update(piece.data)
+                references.append(self._ray.put(piece))
+            return references, digest.hexdigest()
+
+
+def in_pieces(parts: Iterable[memoryview]) -> Iterator[npt.NDArray[np.uint8]]:
+    """The same bytes, the small parts put together; each piece is to be used before the next is asked for."""
+    room, filled = np.empty(PIECE, np.uint8), 0
+    for part in parts:
+        large = len(part) > PIECE // 2
+        if filled and (large or filled + len(part) > PIECE):
+            yield room[:filled]
+            filled = 0
+        if large:
+            yield np.frombuffer(part, np.uint8)
+        else:
+            room[filled : filled + len(part)] = part
+            filled += len(part)
+    if filled:
+        yield room[:filled]
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _read(reply: tuple[Any, ...]) -> Any:
+    if reply[0] == REFUSED:
+        raise Refused(Code(reply[1]), reply[2], size=reply[3])
+    if reply[0] == DOWN:
+        raise LinkDown(reply[1])
+    if reply[0] == FAILED:
+        raise RunStopped(reply[1])
+    return reply[1]

@@ -1,0 +1,34 @@
+"""How much memory Ray's object store needs for a run."""
+
+import contextlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from heloco.cluster.server.process import ServeSpec
+from heloco.run.config import RunConfig, gpt_config, parse_toml, resolve, with_fields
+from heloco.run.folder import META
+from heloco.task.gpt import TinyGPT
+
+
+def store_bytes(spec: ServeSpec) -> int:
+    """(workers + 2) models; where the model is not known yet, a third of the machine's memory: only what is used of it counts."""
+    meta = Path(spec.folder) / META
+    if meta.exists():
+        with contextlib.suppress(ValueError, KeyError):
+            known = json.loads(meta.read_text())
+            return (len(known["paces"]) + 2) * int(known["parameters"]) * 4
+    if not spec.config:
+        return 0
+    config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
+    if config.data.task == "images":
+        return 0
+    if config.data.task == "external" or config.model.hf:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
+    vocabulary = config.model.vocab_size or (257 if config.data.tokenizer == "bytes" else 50_257)
+    with torch.device("meta"):
+        model = TinyGPT(gpt_config(replace(config.model, vocab_size=vocabulary)))
+    return (len(config.workers.paces) + 2) * 4 * sum(p.numel() for p in model.parameters())

@@ -1,0 +1,75 @@
+"""Looking at a run, and ruling it."""
+
+from pathlib import Path
+
+from heloco.cluster.protocol.messages import MachineStatus, Status
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server import checkpoints
+from heloco.cluster.server.roster import Machine
+from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.state import ServiceState
+from heloco.records import journal
+
+READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
+READ_AT_ONCE = 1 << 20
+
+
+class Administration:
+    def __init__(self, state: ServiceState, rounds: Rounds) -> None:
+        self.state, self.rounds = state, rounds
+
+    def status(self) -> Status:
+        state = self.state
+        with state.lock:
+            run, now_s = state.run, state.now_s
+            return Status(
+                run=state.run_id, folder=str(state.folder), ended=state.ended, paused=state.paused, time_s=now_s,
+                arrivals=run.synchronizer.arrivals if run else 0, planned=state.config.run.arrivals,
+                outer_step=run.synchronizer.outer_step if run else 0, seats=state.roster.seats,
+                participants=tuple(sorted(run.participants())) if run else (),
+                participation_window=len(run.contributors) if run else 0, min_workers=state.config.cluster.min_workers,
+                per_minute=run.rates(now_s)["per_minute"] if run else None,
+                machines=tuple(self._machine_status(machine, now_s) for machine in state.roster),
+            )  # fmt: skip
+
+    def _machine_status(self, machine: Machine, now_s: float) -> MachineStatus:
+        run, known = self.state.run, self.state.book.get(machine.id)
+        return MachineStatus(
+            machine=machine.id, name=machine.name, seat=machine.seat, round=machine.round, steps=machine.steps,
+            pace_s=known.pace_s if known else None, arrivals=known.arrivals if known else 0, silent_s=now_s - machine.seen_s,
+            is_away=machine.is_away, wasted=known.wasted if known else 0, token=known.token if known else "",
+            **(run.rates(now_s, machine.id) if run else {}),
+        )  # fmt: skip
+
+    def read(self, name: str, offset: int) -> bytes:
+        """More of one of the run's files that may be shown, from a byte on. The journal is one long file of lines."""
+        if name not in READABLE or not 0 <= offset < 1 << 62:
+            raise Refused(Code.PATH, f"{name!r} at {offset} is none of {', '.join(READABLE)}.")
+        path = self.state.folder / name
+        if name == journal.FOLDER:
+            path, offset = _segment_at(path, offset)
+        if not path.is_file():
+            return b""
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(READ_AT_ONCE)
+
+    def stop(self, text: str) -> None:
+        """Ends the run for now: what is there is saved, and `heloco serve` goes on with it."""
+        state = self.state
+        with state.changed:
+            if state.ended is None:
+                if state.run is not None:
+                    for machine in state.roster:
+                        if machine.round:
+                            self.rounds.give_up(machine, "stopped", text)
+                    with state.recording() as run:
+                        checkpoints.save(run)
+                state.end("stopped", text)
+            state.changed.notify_all()
+
+
+def _segment_at(folder: Path, offset: int) -> tuple[Path, int]:
+    """The segment with a byte of the journal, and where in it that byte is."""
+    base, path = max((each for each in journal.segments(folder) if each[0] <= offset), default=(0, folder / "none"))
+    return path, offset - base

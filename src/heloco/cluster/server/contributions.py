@@ -1,0 +1,123 @@
+"""Taking in contributions: bytes at an offset, so that a transfer goes on where it was cut; then all at once, exactly once."""
+
+import contextlib
+import errno
+import shutil
+
+from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket, UploadState
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.membership import Membership
+from heloco.cluster.server.roster import Machine
+from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.state import ServiceState
+from heloco.cluster.server.transfers import Upload, refuse_for_disk
+from heloco.finite import is_finite
+from heloco.synchronizer import NOT_FINITE
+from heloco.wire import blocks
+from heloco.wire.layout import mapped
+
+ROOM_FOR_LINES = 1 << 16
+"""Bytes that must be free before an arrival is written down."""
+
+
+class Contributions:
+    def __init__(self, state: ServiceState, rounds: Rounds, members: Membership) -> None:
+        self.state, self.rounds, self.members = state, rounds, members
+
+    def progress(self, ticket: Ticket, key: RoundKey) -> UploadState:
+        """How much of a contribution has arrived, or its acknowledgement."""
+        with self.state.lock:
+            if ack := self._ack(ticket, key):
+                return UploadState(ack=ack)
+            self.rounds.holding(ticket, key)
+            upload = self.state.uploads.get(key)
+            return UploadState(size=upload.size if upload else 0)
+
+    def _ack(self, ticket: Ticket, key: RoundKey) -> Acknowledgement | None:
+        """An acknowledgement is kept only of what is durable."""
+        self.state.machine(ticket)
+        if self.state.run is None or self.state.has_failed:
+            return None
+        return self.state.run.ack_of(key)
+
+    def upload(self, ticket: Ticket, key: RoundKey) -> Upload:
+        with self.state.lock:
+            self.rounds.holding(ticket, key)
+            assert self.state.run is not None
+            return self.state.uploads.open(key, self.state.run.contribution_layout)
+
+    def commit(self, ticket: Ticket, key: RoundKey, report: ContributionReport) -> Acknowledgement:
+        """The contribution has arrived whole: it is checked, written down, applied and answered. Asked again: the same answer."""
+        state = self.state
+        with state.lock:
+            if ack := self._ack(ticket, key):
+                return ack
+            machine, upload = self.rounds.holding(ticket, key), state.uploads.get(key)
+            machine.commits_under_way += 1  # from here on the machine can only wait for us
+        try:
+            if upload is None or not upload.is_complete:
+                size = upload.size if upload else 0
+                raise Refused(Code.INCOMPLETE, f"{size} bytes are here: send the rest.", size=size)
+            return self._take_in(ticket, key, report, upload)
+        finally:
+            machine.commits_under_way -= 1
+            state.moved(machine.id)
+
+    def _take_in(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
+        with upload.sealed():
+            if upload.digest() == report.digest:
+                try:
+                    tensors = mapped(upload.fileno(), upload.layout)
+                except OSError as error:
+                    raise refuse_for_disk(error, upload.path) from error
+                except ValueError:  # its file was closed: the machine was evicted, say
+                    raise Refused(Code.NOT_HELD, "The round was given up meanwhile: take a fresh one.") from None
+                if not is_finite(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)):
+                    self._refuse(ticket, key)
+                del tensors
+                return self._apply(ticket, key, report, upload)
+        upload.restart()
+        raise Refused(Code.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
+
+    def _apply(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
+        state = self.state
+        with state.recording() as run:
+            if ack := self._ack(ticket, key):
+                return ack
+            machine = self.rounds.holding(ticket, key)
+            self._check_room_for_lines(run)
+            prepare = lambda: self._prepare_start(run)  # noqa: E731
+            ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, meanwhile=prepare)
+            self.rounds.put_down(machine, remove_upload=False)
+            machine.refused = machine.refused + 1 if ack.verdict == "refused" else 0
+            state.roster.moved(machine, state.now_s)
+            self._turn_away_if_hopeless(machine)
+            if run.is_finished:
+                state.end("finished", "all arrivals are in")
+            return ack
+
+    def _prepare_start(self, run: JournaledRun) -> None:
+        """What the next round begins with, which is asked for in a moment; unless another contribution comes first. Without room
+        for it, whoever asks is told so."""
+        assert self.state.starts is not None
+        if sum(machine.commits_under_way for machine in self.state.roster) == 1:
+            with contextlib.suppress(Refused):
+                run.write_start(self.state.starts)
+
+    def _check_room_for_lines(self, run: JournaledRun) -> None:
+        if not run.lines.catch_up() or shutil.disk_usage(self.state.folder).free < ROOM_FOR_LINES:
+            raise refuse_for_disk(OSError(errno.ENOSPC, ""), self.state.folder / "tape.jsonl")
+
+    def _refuse(self, ticket: Ticket, key: RoundKey) -> None:
+        """Nothing of it is kept; the data of its round goes back to the ledger."""
+        with self.state.changed:
+            machine = self.rounds.holding(ticket, key)
+            machine.refused += 1
+            self.rounds.give_up(machine, "not-finite", NOT_FINITE)
+            self._turn_away_if_hopeless(machine)
+        raise Refused(Code.NOT_FINITE, f"The contribution was refused: {NOT_FINITE}. Take a fresh round.")
+
+    def _turn_away_if_hopeless(self, machine: Machine) -> None:
+        if machine.refused >= self.state.config.run.max_refusals:
+            self.members.part_with(machine, "turned-away", f"{machine.refused} of its contributions in a row were refused")

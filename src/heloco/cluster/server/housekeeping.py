@@ -1,0 +1,87 @@
+"""What happens as time passes: machines are lost, rounds expire, the run pauses, gives up, and is saved."""
+
+import logging
+import threading
+
+from heloco.cluster.server import checkpoints
+from heloco.cluster.server.membership import Membership
+from heloco.cluster.server.pauses import Pauses
+from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.state import ServiceState
+from heloco.errors import UserError
+
+TICK_S = 0.2
+STANDSTILL_S = 2.0
+"""Between two ticks: a process that stood still for longer heard nobody, and blames nobody."""
+log = logging.getLogger("heloco.server")
+
+
+class Housekeeping:
+    def __init__(self, state: ServiceState, rounds: Rounds, members: Membership, pauses: Pauses) -> None:
+        self.state, self.rounds, self.members, self.pauses = state, rounds, members, pauses
+        self._ticked_s = 0.0
+
+    def take_up(self) -> None:
+        self._ticked_s = self.state.now_s
+
+    def tick(self) -> None:
+        """To be called now and then."""
+        state = self.state
+        with state.changed:
+            if state.ended is not None:
+                return
+            now_s, passed_s = state.now_s, state.now_s - self._ticked_s
+            self._ticked_s = now_s
+            if passed_s > STANDSTILL_S:
+                state.roster.forgive(passed_s)
+            elif self.pauses.space_problem():  # whoever waits for room is not to blame
+                state.roster.forgive_waiting(now_s, passed_s)
+            self._part_with_the_lost(now_s)
+            self.pauses.consider()
+            self._give_up_if_paused_for_long(now_s)
+        self.save_if_due()
+
+    def _part_with_the_lost(self, now_s: float) -> None:
+        for machine in self.state.roster.lost(now_s):
+            silent_s = now_s - (machine.progressed_s if machine.round else machine.seen_s)
+            self.members.part_with(machine, "lost", f"no progress for {silent_s:.1f} s")
+        for machine in self.state.roster.expired(now_s):
+            self.rounds.give_up(machine, "expired", "the round took longer than it may, by what its machine usually needs")
+
+    def _give_up_if_paused_for_long(self, now_s: float) -> None:
+        paused, limit_s = self.state.paused, self.state.config.cluster.give_up_after_s
+        if paused is not None and paused.kind != "admin" and now_s - self.pauses.since_s > limit_s:
+            goes_on = f"What was done is kept: `heloco serve {self.state.folder}` goes on."
+            self.state.end("gave-up", f"{paused.text}, for more than {limit_s:g} s. {goes_on}")
+
+    def save_if_due(self) -> None:
+        state = self.state
+        with state.changed:
+            if state.run is None or state.has_failed:
+                return
+            try:
+                checkpoints.save_if_due(state.run)
+            except UserError as error:  # a full disk, say: the journal has everything, so only the checkpoint is missing
+                log.warning("No checkpoint could be made: %s", error)
+
+
+class Housekeeper(threading.Thread):
+    """Lets time pass for a service."""
+
+    def __init__(self, housekeeping: Housekeeping) -> None:
+        super().__init__(name="heloco-housekeeper", daemon=True)
+        self._housekeeping = housekeeping
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        state = self._housekeeping.state
+        while not self._is_over.wait(TICK_S):
+            try:
+                self._housekeeping.tick()
+            except Exception as error:
+                if not state.has_failed:
+                    state.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join()

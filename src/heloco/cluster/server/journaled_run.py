@@ -1,0 +1,291 @@
+"""A run on real machines as a sequence of events: each is in the journal before it counts, and what follows from it is computed.
+
+Live, an event is written and then followed. After a restart, and in a replay, the same events are followed again and give the
+same parameters to the bit. There is no network and no clock here: times are handed in, and are part of the events.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
+from heloco.cluster.server.derived_lines import DerivedLines
+from heloco.cluster.server.machine_book import MachineBook
+from heloco.cluster.server.transfers import SnapshotStore, Upload, file_digest
+from heloco.disk import forget_cached
+from heloco.engine.local import Observer, due, evaluation_line
+from heloco.errors import UserError
+from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
+from heloco.records.journal import FOLDER, Journal, contribution_path
+from heloco.run import RunConfig, RunFolder
+from heloco.run.tape import record
+from heloco.synchronizer import Arrival, Contribution, Synchronizer
+from heloco.task import Scores
+from heloco.wire import blocks
+from heloco.wire.layout import Layout, mapped
+
+ACKS_KEPT = 16
+"""Per worker. A machine sends a contribution again only if it got no answer to its last one."""
+
+
+class JournaledRun:
+    """A synchronizer whose events are in a journal. `folder` None: nothing is written, for a replay of the run at `path`."""
+
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        config: RunConfig,
+        *,
+        task_digest: str,
+        folder: RunFolder | None,
+        path: Path | None = None,
+        evaluate: Callable[[], Scores] | None = None,
+        observers: list[Observer] | None = None,
+    ) -> None:
+        self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
+        self.path = folder.path if folder else path
+        self.evaluate = evaluate
+        self.lines = DerivedLines(folder, observers or [])
+        self.start_layout = Layout.of(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
+        self.contribution_layout = Layout.of(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
+        self.book = MachineBook()
+        self.time_s = 0.0
+        """Of the last event."""
+        self.units = 0
+        self.paused: Paused | None = None
+        """Why the run paused at the last event."""
+        self.holders: dict[int, str] = {}
+        """Worker -> the machine that holds its round."""
+        self.last_machines: dict[int, str] = {}
+        """Worker -> the machine whose contribution was the last that was accepted."""
+        self.start_digests: dict[int, str] = {}
+        """Version -> the digest of what rounds of that version begin with, as long as one is under way."""
+        self.started_s: dict[int, float] = {}
+        """Worker -> when its round was handed out."""
+        self.acks: dict[int, deque[Acknowledgement]] = {w: deque(maxlen=ACKS_KEPT) for w in range(synchronizer.workers)}
+        window = config.cluster.participation or 4 * synchronizer.workers
+        self.contributors: deque[str] = deque(maxlen=window)
+        """The machines of the last arrivals."""
+        self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
+        """(time, machine, staleness) of the last arrivals and the one before them, for rates. Empty after a restart."""
+        self.evaluated_at = self.saved_at = -1
+        self._journal: Journal | None = None
+        self._beside = ThreadPoolExecutor(2, thread_name_prefix="beside")
+        """For what only looks at the numbers, or waits for the disk: the digest, fsync."""
+
+    def open_journal(self, journal: Journal) -> None:
+        self._journal = journal
+
+    @property
+    def journal(self) -> Journal:
+        assert self._journal is not None, "the run was not begun"
+        return self._journal
+
+    @property
+    def is_finished(self) -> bool:
+        return self.synchronizer.arrivals >= self.config.run.arrivals
+
+    # ---- events, live
+
+    def note(self, event: Join | Part | Pause | Resume) -> None:
+        """Something that changes no number: a machine came or left, a pause."""
+        self.journal.append(event)
+        self.follow(event)
+
+    def dispatch(self, worker: int, machine: str, steps: int, start_digest: str, time_s: float) -> None:
+        event = Dispatch(time_s=time_s, worker=worker, steps=steps, machine=machine, start_digest=start_digest)
+        self.journal.append(event)
+        self.follow(event)
+
+    def abandon(self, worker: int, kind: AbandonKind, text: str, time_s: float) -> None:
+        event = Abandon(time_s=time_s, worker=worker, round=self.synchronizer.held[worker].index, kind=kind, text=text)
+        self.journal.append(event)
+        self.follow(event)
+
+    def receive(
+        self,
+        key: RoundKey,
+        report: ContributionReport,
+        upload: Upload,
+        *,
+        machine: str,
+        time_s: float,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Acknowledgement:
+        """Takes in a contribution that has arrived whole and was checked.
+
+        1. Its file moves to the journal's folder, and its line is written. An error so far has changed nothing.
+        2. While both become durable, it is applied, and `meanwhile` is called. An error from here on ends the process: a restart
+           follows the journal.
+        3. When they are durable it is acknowledged, and only then is the acknowledgement kept for who asks again."""
+        event = Receive(
+            time_s=time_s, worker=key.worker, round=key.round, version=key.version, machine=machine,
+            bytes=upload.layout.size, digest=report.digest, loss=_finite(report.loss), last_loss=_finite(report.last_loss),
+            samples=report.samples, units=report.units,
+        )  # fmt: skip
+        contribution = self._contribution(event, mapped(upload.fileno(), upload.layout))
+        path = self.journal.take_in(upload.path)
+        try:
+            number = self.journal.append(event)
+        except BaseException:
+            self.journal.give_back(path, upload.path)
+            raise
+        durable = self._beside.submit(self.journal.make_durable, upload.fileno())
+        try:
+            ack = self._arrive(event, contribution, meanwhile)
+        finally:
+            durable.result()
+        self.journal.acknowledge(number)
+        self.acks[ack.worker].append(ack)
+        return ack
+
+    # ---- what follows from an event
+
+    def follow(self, event: Event, number: int = 0) -> None:
+        """`number`: of the event, where it is a contribution whose tensors are to be read from the journal."""
+        self.time_s = event.time_s
+        if isinstance(event, Receive):
+            ack = self._arrive(event, self._read(event, number), lambda: None)
+            self.acks[ack.worker].append(ack)
+        elif isinstance(event, Dispatch):
+            self._dispatched(event)
+        elif isinstance(event, Abandon):
+            self.synchronizer.abandon(event.worker)
+            machine = self.holders.pop(event.worker, "")
+            if event.kind in WASTED:
+                self.book.wasted(machine)
+            self._forget_digests()
+        elif isinstance(event, Join):
+            self.book.joined(event.machine, event.secret_hash, event.token, event.seat)
+        elif isinstance(event, Part):
+            self.book.parted(event.machine, event.text if event.kind in ("turned-away", "evicted") else "")
+        elif isinstance(event, Pause):
+            self.paused = Paused(kind=event.kind, text=event.text)
+        else:
+            self.paused = None
+
+    def _dispatched(self, event: Dispatch) -> None:
+        self.synchronizer.inner_steps[event.worker] = event.steps
+        self.holders[event.worker], self.started_s[event.worker] = event.machine, event.time_s
+        held = self.synchronizer.dispatch(event.worker, with_start=False)
+        self.start_digests[held.version] = event.start_digest
+
+    def _forget_digests(self) -> None:
+        versions = {held.version for held in self.synchronizer.held.values()}
+        self.start_digests = {version: digest for version, digest in self.start_digests.items() if version in versions}
+
+    def _read(self, event: Receive, number: int) -> Contribution:
+        assert self.path is not None
+        path = contribution_path(self.path / FOLDER, number)
+        remedy = f"Restore it from a copy, or return to before it with `heloco rollback {self.path}`."
+        try:
+            with path.open("rb") as file:
+                forget_cached(file.fileno())
+            tensors = mapped(path, self.contribution_layout)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}, an acknowledged contribution, is missing or cut. {remedy}") from error
+        if file_digest(path) != event.digest:
+            raise UserError(f"{path}, an acknowledged contribution, was changed. {remedy}")
+        return self._contribution(event, tensors)
+
+    def _contribution(self, event: Receive, tensors: dict[str, torch.Tensor]) -> Contribution:
+        return Contribution(
+            event.worker, event.round, event.version,
+            blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), blocks.blocks_of(blocks.BUFFER, tensors),
+            event.loss, event.last_loss, event.samples, event.units,
+        )  # fmt: skip
+
+    def _arrive(self, event: Receive, contribution: Contribution, meanwhile: Callable[[], None]) -> Acknowledgement:
+        self.time_s = event.time_s
+        arrival = self.synchronizer.receive(contribution)
+        digest = self._beside.submit(self.digest)
+        meanwhile()
+        self.holders.pop(arrival.worker, None)
+        self._forget_digests()
+        started_s = self.started_s[arrival.worker]
+        if arrival.verdict == "refused":
+            self.book.wasted(event.machine)
+        else:
+            self._count(event, arrival, started_s)
+        line = record(arrival, contribution, time_s=event.time_s, start_s=started_s)
+        line |= {"machine": event.machine, "participants": len(self.participants()), "digest": digest.result()}
+        self.lines.arrived(line)
+        if arrival.verdict != "refused":
+            self.evaluate_if(self.is_finished or due(self.synchronizer.arrivals, self.config.run.eval_every))
+        return _acknowledgement(arrival)
+
+    def _count(self, event: Receive, arrival: Arrival, started_s: float) -> None:
+        self.units += event.units
+        self.contributors.append(event.machine)
+        self.recent.append((event.time_s, event.machine, arrival.staleness))
+        self.last_machines[arrival.worker] = event.machine
+        self.book.arrived(event.machine, (event.time_s - started_s) / arrival.inner_steps)
+
+    def participants(self) -> set[str]:
+        """The machines that contributed to the last arrivals."""
+        return set(self.contributors)
+
+    def evaluate_if(self, is_due: bool) -> None:
+        if not is_due or self.evaluate is None or self.evaluated_at == self.synchronizer.arrivals:
+            return
+        line = evaluation_line(self.evaluate(), self.synchronizer, time_s=self.time_s, units=self.units)
+        self.evaluated_at = self.synchronizer.arrivals
+        self.lines.evaluated(line)
+
+    # ---- looking at it
+
+    def ack_of(self, key: RoundKey) -> Acknowledgement | None:
+        """The answer to a contribution that was acknowledged."""
+        acks = self.acks.get(key.worker, ())
+        return next((ack for ack in acks if (ack.round, ack.version) == (key.round, key.version)), None)
+
+    def rates(self, now_s: float, machine: str | None = None) -> dict[str, float | None]:
+        """Over the last arrivals, of one machine or of all: how many came per minute, their share, their mean staleness."""
+        recent, window = list(self.recent), len(self.contributors)
+        staleness = [stale for _, name, stale in recent[-window:] if machine in (None, name)]
+        counted = [name for _, name, _ in recent[1:] if machine in (None, name)]  # the first is the mark that time runs from
+        span_s = now_s - recent[0][0] if len(recent) > 1 else 0.0
+        return {
+            "per_minute": 60 * len(counted) / span_s if span_s > 0 else None,
+            "share": self.contributors.count(machine) / window if window and machine else None,
+            "staleness": sum(staleness) / len(staleness) if staleness else None,
+        }
+
+    def digest(self) -> str:
+        """Of the outer parameters, to the bit."""
+        digest = xxhash.xxh3_64()
+        for parameter in self.synchronizer.parameters:
+            digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def write_start(self, starts: SnapshotStore) -> str:
+        """What rounds of the present version begin with, as a file; its digest."""
+        return starts.write(self.synchronizer.outer_step, self.synchronizer.start(starts.layout.names))
+
+    def final_model(self) -> dict[str, Any]:
+        return blocks.name_start(self.synchronizer.parameters, self.synchronizer.buffers)
+
+    def close(self) -> None:
+        self._beside.shutdown()
+        if self._journal is not None:
+            self._journal.close()
+        if self.folder is not None:
+            self.folder.close()
+
+
+def _acknowledgement(arrival: Arrival) -> Acknowledgement:
+    return Acknowledgement(
+        worker=arrival.worker, round=arrival.round, version=arrival.version, verdict=arrival.verdict, arrival=arrival.arrival,
+        outer_step=arrival.outer_step, staleness=arrival.staleness, reason=arrival.reason,
+    )  # fmt: skip
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN: a loss that is none is null, on the wire, in the journal and on the tape."""
+    return value if value is not None and math.isfinite(value) else None

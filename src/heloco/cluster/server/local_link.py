@@ -1,0 +1,100 @@
+"""A link to a service in the same process."""
+
+from collections.abc import Iterator, Mapping
+
+from msgspec.structs import replace
+from torch import Tensor
+
+import heloco
+from heloco.cluster.protocol.link import digest_of
+from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    BeatAnswer,
+    ContributionReport,
+    Joined,
+    JoinRequest,
+    ModelCommit,
+    RoundAnswer,
+    RoundKey,
+    RunInfo,
+    Ticket,
+    Wait,
+)
+from heloco.cluster.server.service import Service
+from heloco.wire.layout import Layout, pieces, view
+
+
+class LocalLink:
+    def __init__(self, service: Service) -> None:
+        self.address = "this process"
+        self.service = service
+
+    def describe(self) -> RunInfo:
+        return self.service.describe()
+
+    def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined:
+        entries = layout.entries if layout else None
+        return self.service.members.join(JoinRequest(name=name, version=heloco.__version__, layout=entries), returning)
+
+    def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        upload = self.service.models.upload(ticket, layout)
+        turn = upload.begin(upload.size)
+        for piece in pieces_after(upload.size, layout, tensors):
+            upload.write(turn, piece)
+        self.service.models.commit(ticket, ModelCommit(names=tuple(names), digest=digest_of(layout, tensors)))
+
+    def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
+        return wait_for_round(self.service, ticket, wait_s)
+
+    def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:  # noqa: ARG002
+        content = bytearray(self.service.rounds.start(ticket, key).read_bytes())
+        self.service.state.moved(ticket.machine)
+        return view(layout, content)
+
+    def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
+        return view(layout, bytearray(self.service.rounds.final(ticket).read_bytes()))
+
+    def hand_in(
+        self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: ContributionReport
+    ) -> Acknowledgement:
+        progress = self.service.contributions.progress(ticket, key)
+        if progress.ack is not None:
+            return progress.ack
+        upload = self.service.contributions.upload(ticket, key)
+        turn = upload.begin(progress.size)
+        for piece in pieces_after(progress.size, layout, tensors):
+            upload.write(turn, piece)
+        return self.service.contributions.commit(ticket, key, replace(report, digest=digest_of(layout, tensors)))
+
+    def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
+        return self.service.members.beat(ticket, steps)
+
+    def abandon(self, ticket: Ticket, text: str) -> None:
+        self.service.rounds.abandon(ticket, text)
+
+    def leave(self, ticket: Ticket, text: str) -> None:
+        self.service.members.leave(ticket, text)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def wait_for_round(service: Service, ticket: Ticket, wait_s: float) -> RoundAnswer:
+    """A round as soon as there is one, or why there was none."""
+    state = service.state
+    until_s = state.now_s + wait_s
+    with state.changed:
+        while True:
+            answer = service.rounds.next(ticket)
+            if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
+                return answer
+            state.changed.wait(min(left_s, 1.0))
+
+
+def pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    """The bytes of these tensors' file from an offset on."""
+    at = 0
+    for piece in pieces(layout, tensors):
+        if at + len(piece) > offset:
+            yield piece[max(0, offset - at) :]
+        at += len(piece)

@@ -1,0 +1,144 @@
+"""Machines come and go: each is known by a secret of its own, whatever it calls itself."""
+
+import secrets
+
+import heloco
+from heloco.cluster.protocol.messages import BeatAnswer, Joined, JoinRequest, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.machine_book import hash_secret
+from heloco.cluster.server.pauses import Pauses
+from heloco.cluster.server.roster import Machine
+from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.state import ServiceState
+from heloco.records.events import AbandonKind, Join, Part, PartKind
+from heloco.wire.layout import Layout
+
+MACHINES_AT_MOST = 4096
+_ROUND_OF: dict[PartKind, AbandonKind] = {"lost": "lost", "evicted": "evicted", "turned-away": "not-finite"}
+"""What becomes of the round of a machine that parts this way; of others it is given back."""
+
+
+class Membership:
+    def __init__(self, state: ServiceState, rounds: Rounds, pauses: Pauses) -> None:
+        self.state, self.rounds, self.pauses = state, rounds, pauses
+
+    def join(self, request: JoinRequest, ticket: Ticket | None = None, token: str = "") -> Joined:
+        """A machine comes, or comes back if its ticket is one of this run. `token`: the id of the one it showed."""
+        state = self.state
+        with state.changed:
+            state.check_open()
+            self._check_fits(request)
+            if ticket is not None and state.book.proves(ticket.machine, ticket.secret):
+                state.check_not_barred(ticket.machine)
+            else:
+                ticket = self._new_ticket(request.name)
+            machine = self._enter(ticket, token)
+            self.pauses.consider()
+            run, starts = state.run, state.starts
+            return Joined(
+                run=state.run_id, ticket=ticket, seat=machine.seat, seats=state.roster.seats,
+                beat_s=state.config.cluster.beat_s, needs_model=run is None,
+                start_layout=starts.layout.entries if starts else None,
+                contribution_layout=run.contribution_layout.entries if run else None,
+            )  # fmt: skip
+
+    def _check_fits(self, request: JoinRequest) -> None:
+        if request.version.split(".")[:2] != heloco.__version__.split(".")[:2]:
+            raise Refused(
+                Code.VERSION,
+                f"This run is of heloco {heloco.__version__}, and the machine has {request.version}: install the same version.",
+            )
+        starts = self.state.starts
+        if starts is None and request.layout is None:
+            raise Refused(Code.NO_MODEL, "This run trains the model that its machines bring: join it from a training script.")
+        if starts is None or request.layout is None:
+            return
+        if difference := starts.layout.difference(Layout(request.layout)):
+            raise Refused(Code.LAYOUT, f"This run trains another model: here, {difference}.")
+
+    def _new_ticket(self, name: str) -> Ticket:
+        if len(self.state.roster) >= MACHINES_AT_MOST:
+            raise Refused(Code.BUSY, f"{MACHINES_AT_MOST} machines are here already: wait until one leaves.")
+        return Ticket(machine=f"{clean_name(name)}#{secrets.token_hex(4)}", secret=secrets.token_urlsafe(24))
+
+    def _enter(self, ticket: Ticket, token: str) -> Machine:
+        state = self.state
+        known, is_here = state.book.get(ticket.machine), ticket.machine in state.roster.present
+        machine = state.roster.join(ticket.machine, state.now_s, seat=known.seat if known else None)
+        secret_hash = hash_secret(ticket.secret)
+        if state.run is None:
+            state.book.joined(machine.id, secret_hash, token, machine.seat)
+        elif not is_here:
+            event = Join(time_s=state.now_s, machine=machine.id, seat=machine.seat, secret_hash=secret_hash, token=token)
+            try:
+                with state.recording() as run:
+                    run.note(event)
+            except Refused:
+                state.roster.leave(machine)
+                raise
+        return machine
+
+    def note_present(self) -> None:
+        """For a run that has just got its model: those who are here already are written down."""
+        for machine in self.state.roster:
+            known = self.state.book.get(machine.id)
+            assert known is not None
+            with self.state.recording() as run:
+                run.note(
+                    Join(
+                        time_s=self.state.now_s, machine=machine.id, seat=machine.seat, secret_hash=known.secret_hash,
+                        token=known.token,
+                    )
+                )  # fmt: skip
+
+    def leave(self, ticket: Ticket, text: str) -> None:
+        with self.state.changed:
+            if ticket.machine in self.state.roster.present:
+                self.part_with(self.state.machine(ticket), "left", text)
+
+    def part_with(self, machine: Machine, kind: PartKind, text: str) -> None:
+        """The machine is not here any more, for whatever reason."""
+        state = self.state
+        if machine.round and state.run is not None and state.ended is None:
+            self.rounds.give_up(machine, _ROUND_OF.get(kind, "given-back"), text)
+        state.roster.leave(machine)
+        if state.run is None:
+            state.book.parted(machine.id, text if kind == "evicted" else "")
+        elif state.ended is None:
+            with state.recording() as run:
+                run.note(Part(time_s=state.now_s, machine=machine.id, kind=kind, text=text))
+        self.pauses.consider()
+        state.changed.notify_all()
+
+    def evict(self, machine: str, text: str) -> None:
+        """The machine may not take part any more: not now, and not under this id later."""
+        with self.state.changed:
+            if (present := self.state.roster.present.get(machine)) is None:
+                raise Refused(Code.NO_SUCH, f"There is no machine {machine!r} here: `heloco status` lists them.")
+            self.part_with(present, "evicted", text or "it was evicted")
+
+    def declare_lost(self, machine: str, text: str) -> None:
+        """Somebody knows that the machine's process is gone: nobody has to wait for its silence."""
+        with self.state.changed:
+            if present := self.state.roster.present.get(machine):
+                self.part_with(present, "lost", text)
+
+    def evict_token(self, token: str, text: str) -> None:
+        """All machines that came with a token."""
+        with self.state.changed:
+            for machine in self.state.roster:
+                if (known := self.state.book.get(machine.id)) and known.token == token:
+                    self.part_with(machine, "evicted", text)
+
+    def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
+        """A sign of life. It takes no lock, so that it never waits for a contribution, an evaluation or a checkpoint."""
+        state = self.state
+        machine = state.machine(ticket)
+        state.roster.stepped(machine, steps, state.now_s)
+        too_stale = self.rounds.is_too_stale(machine)
+        return BeatAnswer(ended=state.ended, paused=state.paused, too_stale=too_stale, round=machine.round)
+
+
+def clean_name(name: str) -> str:
+    """What a machine calls itself: it is shown, and stands in files."""
+    return "".join(c for c in name if c.isascii() and (c.isalnum() or c in "-_.~"))[:80] or "machine"

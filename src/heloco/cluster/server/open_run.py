@@ -1,0 +1,195 @@
+"""From a config, or from a run's folder, to a service that runs."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.resumption import Resumption
+from heloco.cluster.server.service import Service
+from heloco.cluster.server.transfers import SnapshotStore
+from heloco.engine.build import build_parts, build_synchronizer, pick_device
+from heloco.engine.local import Observer, describe
+from heloco.errors import UserError
+from heloco.run import RunConfig, RunFolder, checkpoint
+from heloco.run.checkpoint import CheckpointDamaged
+from heloco.task import Scores, ShardInfo, Task
+from heloco.wire import blocks
+from heloco.wire.layout import Layout
+
+ENDLESS = 1 << 60
+"""Windows of a shard that is a machine's own business."""
+Clock = Callable[[], float]
+
+
+def check_served(config: RunConfig) -> None:
+    """Refuses settings that only a simulation can honour, and those that could never be met."""
+    workers, cluster = config.workers, config.cluster
+    if any(pace != 1 for pace in workers.paces):
+        raise UserError(
+            f"paces are {', '.join(f'{pace:g}' for pace in workers.paces)}: real machines have paces of their own, which are "
+            f"measured. Leave paces out and say how many workers the run has: workers = {len(workers.paces)}."
+        )
+    if workers.grace_s:
+        raise UserError(f"grace_s is {workers.grace_s:g}: only a simulation has a grace period. Leave it out.")
+    if cluster.min_workers > len(workers.paces):
+        raise UserError(
+            f"min_workers is {cluster.min_workers}, and the run has {len(workers.paces)} workers: that many machines can never "
+            "take part. Lower min_workers, or give the run more workers."
+        )
+
+
+def evaluation_of(task: Task, model: nn.Module, buffers: Callable[[], list[Tensor]]) -> Callable[[], Scores]:
+    """The scores of the outer model as it stands."""
+
+    @torch.no_grad()
+    def evaluate() -> Scores:
+        for ours, kept in zip(model.buffers(), buffers(), strict=True):
+            ours.copy_(kept)
+        return task.evaluate(model)
+
+    return evaluate
+
+
+def journaled_run(
+    task: Task, config: RunConfig, folder: RunFolder | None, observers: list[Observer] | None = None
+) -> JournaledRun:
+    """A run of a task of ours, not begun yet."""
+    parts = build_parts(task, config)
+    evaluate = evaluation_of(task, parts.model, lambda: parts.synchronizer.buffers)
+    return JournaledRun(
+        parts.synchronizer, config, task_digest=task.digest, folder=folder, evaluate=evaluate, observers=observers
+    )
+
+
+def new_run(
+    task: Task, config: RunConfig, path: Path, observers: list[Observer] | None = None, clock: Clock = time.monotonic
+) -> Service:
+    check_served(config)
+    folder = RunFolder.create(path, config, describe(task, config, task.build_model(), clock="real"))
+    return _begun(journaled_run(task, config, folder, observers), clock)
+
+
+def old_run(
+    task: Task, folder: RunFolder, config: RunConfig, observers: list[Observer] | None = None, clock: Clock = time.monotonic
+) -> Service:
+    """Takes a run up again; `config` may have other cluster settings than it had."""
+    check_served(config)
+    meta = folder.meta()
+    torch.set_num_threads(meta["threads"])
+    if task.digest != meta["task_digest"]:
+        raise UserError(
+            "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
+        )
+    return _begun(journaled_run(task, config, folder, observers), clock)
+
+
+def _begun(run: JournaledRun, clock: Clock, found_run: Any = None) -> Service:
+    assert run.folder is not None
+    try:
+        starts, notices = begin(run)
+        model_digest = run.folder.meta().get("model_digest", "")
+        service = Service(
+            run.config, run.folder.path, task_digest=run.task_digest, model_digest=model_digest, found_run=found_run, clock=clock
+        )
+        service.notices += notices
+        service.take_up(run, starts)
+        return service
+    except BaseException:
+        run.close()
+        raise
+
+
+def begin(run: JournaledRun) -> tuple[SnapshotStore, list[str]]:
+    """Starts the run, or takes it up; the files that its rounds begin with, and what there is to say about its folder."""
+    assert run.folder is not None
+    run.folder.take()
+    starts = SnapshotStore(run.folder.path, run.start_layout)
+    resumption = Resumption(run, starts)
+    resumption.begin()
+    return starts, resumption.notices
+
+
+# ---- runs whose model comes from outside
+
+
+class BroughtModel(nn.Module):
+    """The blocks of a model that a machine brought, without what it computes."""
+
+    def __init__(self, layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> None:
+        super().__init__()
+        parameters, buffers = (blocks.blocks_of(kind, tensors) for kind in (blocks.PARAMETER, blocks.BUFFER))
+        total = len(parameters) + len(buffers)
+        if total != len(layout.names) or len(names) != total or len(set(names)) != total:
+            raise UserError("The model's blocks must be named parameter.0, …, buffer.0, …, with a name of their own each.")
+        self.block_names, self.buffer_names = names[: len(parameters)], names[len(parameters) :]
+        for i, parameter in enumerate(parameters):
+            self.register_parameter(f"p{i}", nn.Parameter(parameter.clone(), requires_grad=False))
+        for i, buffer in enumerate(buffers):
+            self.register_buffer(f"b{i}", buffer.clone())
+
+
+class BroughtTask:
+    """Stands for a task that only the machines know."""
+
+    unit = "samples"
+
+    def __init__(self, workers: int) -> None:
+        self.shards = tuple(ShardInfo(f"machine {i}", ENDLESS) for i in range(workers))
+        self.digest = "external"
+
+
+def external_run(
+    config: RunConfig, path: Path, observers: list[Observer] | None = None, clock: Clock = time.monotonic
+) -> Service:
+    """A run that begins with the model of the first machine that joins, or goes on with the one it has."""
+    check_served(config)
+    task = BroughtTask(len(config.workers.paces))
+
+    def build(model: BroughtModel, folder: RunFolder) -> JournaledRun:
+        model.to(pick_device(config.run.device))
+        synchronizer = build_synchronizer(config, model, [shard.windows for shard in task.shards])
+        return JournaledRun(synchronizer, config, task_digest=task.digest, folder=folder, observers=observers)
+
+    def found_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
+        model = BroughtModel(layout, tensors, names)
+        run = build(model, RunFolder.create(path, config, _describe(task, config, model), among=_OURS))
+        return run, begin(run)[0]
+
+    if (path / "config.toml").exists():
+        folder = RunFolder.open(path)
+        return _begun(build(remembered_model(folder), folder), clock, found_run)
+    path.mkdir(parents=True, exist_ok=True)
+    RunFolder.check_free(path, among=_OURS)
+    return Service(config, path, task_digest=task.digest, found_run=found_run, clock=clock)
+
+
+_OURS = ("run-id", "model.partial", "credentials", "workers", "ray", "incoming")
+"""What may be in the folder before the model is there."""
+
+
+def _describe(task: Any, config: RunConfig, model: BroughtModel) -> dict[str, Any]:
+    meta = describe(task, config, model, clock="real")
+    for block, name in zip(meta["blocks"], model.block_names, strict=True):
+        block["name"] = name
+    return {**meta, "buffers": model.buffer_names, "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.parameters()]}
+
+
+def remembered_model(folder: RunFolder) -> BroughtModel:
+    """The model of a run that has begun: its shapes; the values come from the checkpoint."""
+    damage: CheckpointDamaged | None = None
+    for path in reversed(folder.checkpoints()):
+        try:
+            _, tensors = checkpoint.load(path)
+        except CheckpointDamaged as error:
+            damage = damage or error
+            continue
+        meta = folder.meta()
+        kept = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
+        names = [block["name"] for block in meta["blocks"]] + list(meta["buffers"])
+        return BroughtModel(Layout.of(kept), kept, names)
+    raise damage or UserError(f"{folder.path} has no checkpoint, and with them the model that was brought is gone: restore them.")

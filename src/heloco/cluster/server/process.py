@@ -1,0 +1,243 @@
+"""A run's service with all that serves it, in one process: time, tokens, and the gateway."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from heloco.cluster.protocol.messages import Right, Status, TokenInfo, TokenList
+from heloco.cluster.server.housekeeping import Housekeeper
+from heloco.cluster.server.open_run import external_run, new_run, old_run
+from heloco.cluster.server.resident_memory import give_memory_back
+from heloco.cluster.server.service import Service
+from heloco.cluster.server.tokens import TokenBook
+from heloco.disk import write_atomically
+from heloco.engine.build import build_task
+from heloco.errors import UserError
+from heloco.run import RunConfig, RunFolder, resolve, with_fields
+from heloco.run.config import FIELDS, parse_toml, to_toml
+from heloco.run.folder import CONFIG
+
+CREDENTIALS, LISTEN = "credentials", "listen.json"
+GATEWAY = "heloco.cluster.gateway.server:open_gateway"
+"""The gateway is over this room, so it is found by name."""
+
+
+@dataclass(frozen=True)
+class ListenConfig:
+    """Where the gateway listens, and by which names machines may call it."""
+
+    host: str = "127.0.0.1"
+    port: int = 8443
+    names: tuple[str, ...] = ()
+    cert: str = ""
+    """The user's own certificate, with its key; empty: one is made."""
+    key: str = ""
+    page: str = ""
+    """"module:function" that makes the live page of a run's folder."""
+
+    def keep(self, folder: Path) -> None:
+        """So that machines find the run where it was, when it is served again."""
+        about = {name: value for name, value in asdict(self).items() if name != "page"}
+        write_atomically(folder / CREDENTIALS / LISTEN, json.dumps(about).encode(), mode=0o600)
+
+    @classmethod
+    def kept(cls, folder: Path) -> "ListenConfig | None":
+        """Where the run in this folder was served last; None where that is not known."""
+        try:
+            about = json.loads((folder / CREDENTIALS / LISTEN).read_text())
+            kept = cls(**{**about, "names": tuple(map(str, about["names"]))})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        is_right = isinstance(kept.host, str) and isinstance(kept.port, int) and 0 <= kept.port < 65536
+        return kept if is_right and isinstance(kept.cert, str) and isinstance(kept.key, str) else None
+
+
+@dataclass(frozen=True)
+class ServeSpec:
+    """All it takes to serve a run, as plain values: it travels to the process that does."""
+
+    folder: str
+    config: str = ""
+    """The new run's, as TOML; empty: the folder holds a run, which is taken up."""
+    cluster: str = ""
+    """TOML whose [cluster] settings come over those of a run that is taken up."""
+    data: str | None = None
+    """Where the run's text is now, if it was moved."""
+    listen: ListenConfig | None = None
+
+    def for_restart(self) -> "ServeSpec":
+        """To take the same run up after the process was lost."""
+        has_begun = (Path(self.folder) / CONFIG).exists()
+        return replace(self, config="", cluster=self.cluster or self.config) if has_begun else self
+
+
+def spec_of(config: RunConfig, folder: Path, **about: Any) -> ServeSpec:
+    return ServeSpec(str(folder), to_toml(config), **about)
+
+
+def open_service(spec: ServeSpec, progress: Any = None) -> Service:
+    path = Path(spec.folder)
+    if spec.config:
+        config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
+        if config.data.task == "external":
+            return external_run(config, path)
+        task, config = build_task(_moved(config, spec.data), progress)
+        return new_run(task, config, path)
+    folder = RunFolder.open(path)
+    config = folder.config()
+    if config.digest() != folder.meta()["config_digest"]:
+        raise UserError(f"{path / CONFIG} is not the config this run was started with: restore it, or start a new run.")
+    changes = {n: v for n, v in parse_toml(spec.cluster, "the settings").items() if FIELDS[n] == "cluster"}
+    config = with_fields(config, changes)
+    if config.data.task == "external":
+        return external_run(config, path)
+    return old_run(build_task(_moved(config, spec.data), progress)[0], folder, config)
+
+
+def _moved(config: RunConfig, data: str | None) -> RunConfig:
+    return config if data is None else replace(config, data=replace(config.data, data=data))
+
+
+class Gateway(Protocol):
+    """What serves a run over the network."""
+
+    address: str
+    port: int
+    fingerprint: str
+    """SHA-256 of its certificate."""
+
+    def stop(self) -> None: ...
+
+
+class RunHost:
+    """Serves a run from the moment it is made until `close`."""
+
+    def __init__(self, spec: ServeSpec, progress: Any = None) -> None:
+        give_memory_back()
+        self.service = open_service(spec, progress)
+        self.keeper = Housekeeper(self.service.housekeeping)
+        self.tokens: TokenBook | None = None
+        self.gateway: Gateway | None = None
+        try:
+            if spec.listen is not None:
+                self._listen(spec.listen, Path(spec.folder))
+            self.keeper.start()
+        except BaseException:
+            self.service.close()
+            raise
+
+    def _listen(self, listen: ListenConfig, folder: Path) -> None:
+        self.tokens = TokenBook(folder / CREDENTIALS)
+        before = ListenConfig.kept(folder)
+        wanted = listen.port
+        if not wanted and before is not None and before.host == listen.host:
+            wanted = before.port  # any port will do, but the same again
+        open_gateway = _load(GATEWAY)
+        page = _load(listen.page)(folder) if listen.page else None
+        try:
+            self.gateway = open_gateway(self, replace(listen, port=wanted), folder / CREDENTIALS, page)
+        except UserError:
+            if wanted == listen.port:
+                raise
+            self.gateway = open_gateway(self, listen, folder / CREDENTIALS, page)  # somebody else has it now
+        assert self.gateway is not None
+        replace(listen, port=self.gateway.port).keep(folder)
+
+    @property
+    def address(self) -> str:
+        return self.gateway.address if self.gateway else ""
+
+    def token(self, right: Right) -> str:
+        """A token that holds, as it is pasted; empty where there is no gateway."""
+        if self.gateway is None or self.tokens is None:
+            return ""
+        return self.tokens.text(self.tokens.first(right), self.gateway.fingerprint)
+
+    # ---- ruling it
+
+    def status(self) -> Status:
+        return self.service.admin.status()
+
+    def stop(self, text: str) -> None:
+        self.service.admin.stop(text)
+
+    def list_tokens(self) -> TokenList:
+        """Without their secrets."""
+        here = [machine.token for machine in self.status().machines]
+        tokens = self.tokens.all() if self.tokens else []
+        return TokenList(tokens=tuple(token.info(here.count(token.id)) for token in tokens))
+
+    def new_token(self, right: Right, note: str) -> TokenInfo:
+        tokens, gateway = self._tokens_and_gateway()
+        token = tokens.add(right, note)
+        return token.info(token=tokens.text(token, gateway.fingerprint))
+
+    def revoke_token(self, token_id: str) -> None:
+        """Machines that came with the token are sent away."""
+        tokens, _ = self._tokens_and_gateway()
+        token = tokens.revoke(token_id)
+        if token.right == "worker":
+            self.service.members.evict_token(token_id, f"its token, {token_id}, was revoked")
+
+    def _tokens_and_gateway(self) -> tuple[TokenBook, Gateway]:
+        if self.tokens is None or self.gateway is None:
+            raise UserError("This run is not served over HTTPS, so it has no tokens.")
+        return self.tokens, self.gateway
+
+    def close(self) -> None:
+        """What is under way is in the journal; nothing is lost by closing."""
+        self.keeper.end()
+        if not self.service.state.has_failed:
+            self.service.housekeeping.save_if_due()
+        if self.gateway is not None:
+            self.gateway.stop()
+        self.service.close()
+
+
+def _load(name: str) -> Callable[..., Any]:
+    module, _, function = name.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+class LocalWorkers:
+    """Machines of this run on this machine: `heloco join` in processes of their own, with their words in the run's folder."""
+
+    def __init__(self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = ()) -> None:
+        self.folder = folder / "workers"
+        self.folder.mkdir(exist_ok=True)
+        threads = str(max(1, (os.cpu_count() or 1) // max(1, count)))
+        environment = os.environ | {"HELOCO_TOKEN": token, "OMP_NUM_THREADS": threads}
+        command = [sys.executable, "-m", "heloco.cli", "join", address, *extra]
+        self.processes = [self._start([*command, "--name", f"local-{i}"], environment, i) for i in range(count)]
+
+    def _start(self, command: list[str], environment: dict[str, str], number: int) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{number}.log").open("ab") as log:
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+
+    def failure(self) -> str:
+        """What the first one said that ended badly; empty where none did."""
+        for number, process in enumerate(self.processes):
+            if process.poll() not in (None, 0):
+                words = (self.folder / f"{number}.log").read_text(errors="replace").strip().splitlines()
+                return words[-1] if words else f"it ended with {process.returncode}"
+        return ""
+
+    def end(self, patience_s: float = 20.0) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,163 @@
+"""Taking a run up again: from a checkpoint and the events after it, with whatever its folder has lost made again where that is
+possible.
+
+Only two things cannot be made again: checkpoints, of which there are two, and what the journal holds. The tape, the evaluations
+and what rounds begin with are derived: where one of them is damaged, an older checkpoint is taken from which on the journal gives
+it again; where there is none, the run continues without it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from heloco.cluster.server import checkpoints
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.transfers import SnapshotStore
+from heloco.disk import make_durable
+from heloco.records.events import Abandon, Dispatch, Receive
+from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events
+from heloco.run import checkpoint
+from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.folder import CHECKPOINTS
+
+Loaded = tuple[dict[str, Any], Mapping[str, Tensor]]
+
+
+class Resumption:
+    """Begins a run, or takes it up where its last checkpoint and the journal after it left it."""
+
+    def __init__(self, run: JournaledRun, starts: SnapshotStore) -> None:
+        assert run.folder is not None
+        self.run, self.starts, self.folder = run, starts, run.folder
+        self.notices: list[str] = []
+        """What whoever serves the run should know about its folder."""
+
+    def begin(self) -> None:
+        self.folder.take()
+        chosen = self._choose_checkpoint()
+        mark, tape_bytes, evals_bytes = Mark(), 0, 0
+        if chosen is not None:
+            mark = checkpoints.load(self.run, *chosen).journal
+            tape_bytes, evals_bytes = chosen[0]["tape_bytes"], chosen[0]["evals_bytes"]
+            self._adopt_starts()
+        self.folder.start_writing(tape_bytes, evals_bytes, accept_shorter=True)
+        self.run.open_journal(Journal(self.folder.path, mark))
+        if chosen is None:
+            self.run.evaluate_if(True)
+        last_received = self._follow(mark)
+        self.run.journal.remove_orphans()
+        self._settle(last_received)
+        self._give_up_lost_starts()
+        if chosen is None:
+            checkpoints.save(self.run)
+
+    def _choose_checkpoint(self) -> Loaded | None:
+        """The newest checkpoint from which on everything is there or can be made again."""
+        paths = self.folder.checkpoints()[::-1]
+        damage: CheckpointDamaged | None = None
+        second_best: tuple[Loaded, str] | None = None
+        for path in paths:
+            try:
+                loaded = checkpoint.load(path)
+                lost = self._lost_at(loaded[0], is_newest=path == paths[0])
+            except CheckpointDamaged as error:
+                damage = damage or error
+                continue
+            if not lost:
+                self._note_choice(path.name, damage, second_best)
+                return loaded
+            second_best = second_best or (loaded, lost)
+        if second_best is not None:
+            self.notices.append(f"{second_best[1]} is damaged and cannot be made again: the run continues without it.")
+            return second_best[0]
+        if damage is not None:
+            raise damage
+        if self._has_events():
+            self.notices.append(f"{self.folder.path / CHECKPOINTS} is gone: the run is made again from its journal.")
+        return None
+
+    def _note_choice(self, name: str, damage: CheckpointDamaged | None, second_best: tuple[Loaded, str] | None) -> None:
+        if damage is not None:
+            self.notices.append(
+                f"{str(damage).partition('. ')[0]}. The run continues from {name} and its journal; nothing is lost."
+            )
+        if second_best is not None:
+            self.notices.append(f"{second_best[1]} was damaged and is made again from {name} and the journal.")
+
+    def _has_events(self) -> bool:
+        return any(True for _ in read_events(self.folder.path / FOLDER)) if (self.folder.path / FOLDER).is_dir() else False
+
+    def _lost_at(self, state: dict[str, Any], *, is_newest: bool) -> str:
+        """What is damaged and could not be made again from this checkpoint on; empty where nothing is."""
+        served = checkpoints.served_state(state)
+        if short := self.folder.shorter_than(state["tape_bytes"], state["evals_bytes"]):
+            return str(short)
+        for held in state["books"]["held"]:
+            version = held[2]
+            if version < state["books"]["outer_step"] and not self.starts.adopt(version, served.start_digests[version]):
+                return str(self.starts.path(version))
+        if not is_newest and (missing := self._missing_contribution(served.journal)):
+            return missing
+        return ""
+
+    def _missing_contribution(self, since: Mark) -> str:
+        folder = self.folder.path / FOLDER
+        try:
+            for event, mark in read_events(folder, since):
+                if isinstance(event, Receive) and not contribution_path(folder, mark.number).is_file():
+                    return str(contribution_path(folder, mark.number))
+        except JournalDamaged as damage:
+            return str(damage)
+        return ""
+
+    def _adopt_starts(self) -> None:
+        """Files that rounds under way at the checkpoint began with; those of its own version can be written again."""
+        for version, digest in self.run.start_digests.items():
+            if not self.starts.adopt(version, digest) and version == self.run.synchronizer.outer_step:
+                self.run.write_start(self.starts)
+
+    def _follow(self, since: Mark) -> int:
+        """Follows the events after a checkpoint; the number of the last contribution, 0 where there is none."""
+        folder, last_received = self.run.journal.folder, 0
+        under_way = _still_under_way(folder, since)
+        for event, mark in read_events(folder, since):
+            self.run.follow(event, mark.number)
+            if isinstance(event, Receive):
+                last_received = mark.number
+            elif mark.number in under_way and isinstance(event, Dispatch):
+                version = self.run.synchronizer.outer_step
+                if not self.starts.adopt(version, event.start_digest):
+                    self.run.write_start(self.starts)
+        return last_received
+
+    def _settle(self, last_received: int) -> None:
+        """Contributions that were written but not acknowledged before are acknowledged when their machines ask again: by then
+        they must be durable."""
+        journal = self.run.journal
+        for number in range(journal.acknowledged + 1, last_received + 1):
+            path = contribution_path(journal.folder, number)
+            if path.is_file():
+                with path.open("rb") as file:
+                    make_durable(file.fileno(), path)
+        journal.make_durable()
+        if last_received > journal.acknowledged:
+            journal.acknowledge(last_received)
+
+    def _give_up_lost_starts(self) -> None:
+        """A round whose start is lost for good cannot be begun by anybody."""
+        run = self.run
+        for worker, held in list(run.synchronizer.held.items()):
+            if not self.starts.has(held.version):
+                run.abandon(worker, "start-gone", "what it begins with is gone", run.time_s)
+
+
+def _still_under_way(folder: Path, since: Mark) -> set[int]:
+    """Numbers of the dispatches whose rounds have neither arrived nor been given up by the end of the journal."""
+    dispatched: dict[int, int] = {}
+    for event, mark in read_events(folder, since):
+        if isinstance(event, Dispatch):
+            dispatched[event.worker] = mark.number
+        elif isinstance(event, Receive | Abandon):
+            dispatched.pop(event.worker, None)
+    return set(dispatched.values())

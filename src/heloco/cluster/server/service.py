@@ -1,0 +1,92 @@
+"""The service of a run, composed of its parts. Ray's actor and the HTTPS gateway are thin: they call these parts.
+
+    state           the run, who is here, the lock          contributions   uploads, commits, acknowledgements
+    rounds          who does which round                    models          a model from outside
+    members         coming, going, signs of life            housekeeping    what happens as time passes
+    pauses          when no rounds are handed out           admin           looking at the run, and ruling it
+
+Whatever is wrong with a request is `Refused` with a code and a sentence, and has changed nothing.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import heloco
+from heloco.cluster.protocol.messages import RoundKey, RunInfo
+from heloco.cluster.server.administration import Administration
+from heloco.cluster.server.contributions import Contributions
+from heloco.cluster.server.housekeeping import Housekeeping
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.membership import Membership
+from heloco.cluster.server.model_intake import Founder, ModelIntake
+from heloco.cluster.server.pauses import Pauses
+from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.state import ServiceState
+from heloco.cluster.server.transfers import SnapshotStore
+from heloco.run.config import RunConfig, to_toml
+
+
+class Service:
+    """`found_run` makes the run from the first machine's model, where the run has no model of its own."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        *,
+        task_digest: str = "",
+        model_digest: str = "",
+        found_run: Founder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.task_digest, self.model_digest = task_digest, model_digest
+        self.is_external = found_run is not None
+        self.notices: list[str] = []
+        """What whoever serves the run should know."""
+        self.state = state = ServiceState(config, folder, clock)
+        self.rounds = Rounds(state)
+        self.pauses = Pauses(state)
+        self.members = Membership(state, self.rounds, self.pauses)
+        self.contributions = Contributions(state, self.rounds, self.members)
+        self.housekeeping = Housekeeping(state, self.rounds, self.members, self.pauses)
+        self.admin = Administration(state, self.rounds)
+        self.models = ModelIntake(state, found_run, self._serve_founded)
+
+    def describe(self) -> RunInfo:
+        """What a machine needs to know before it joins."""
+        return RunInfo(
+            run=self.state.run_id, heloco=heloco.__version__, config=to_toml(self.state.config), task_digest=self.task_digest,
+            model_digest=self.model_digest, external=self.is_external, ended=self.state.ended,
+        )  # fmt: skip
+
+    def take_up(self, run: JournaledRun, starts: SnapshotStore) -> None:
+        """Serves a run that was begun. Machines that held rounds before a restart may come back with them."""
+        state = self.state
+        state.run, state.starts, state.paused = run, starts, run.paused
+        state.set_time(run.time_s)
+        if len(state.roster):  # they came before there was a model
+            self.members.note_present()
+        state.book = run.book
+        self.pauses.take_up()
+        self.housekeeping.take_up()
+        for worker, held in run.synchronizer.held.items():
+            known = state.book.get(run.holders[worker])
+            machine = state.roster.join(run.holders[worker], state.now_s, seat=known.seat if known else None)
+            self.rounds.took(machine, RoundKey(worker, held.index, held.version), held.inner_steps)
+            machine.is_away = True
+        self.rounds.tidy_starts()
+        if run.is_finished:
+            state.end("finished", "all arrivals are in")
+
+    def _serve_founded(self, run: JournaledRun, starts: SnapshotStore) -> None:
+        self.take_up(run, starts)
+        self.pauses.consider()
+        self.state.changed.notify_all()
+
+    def close(self) -> None:
+        with self.state.lock:
+            self.state.uploads.close()
+            self.models.drop()
+            if self.state.run is not None:
+                self.state.run.close()

@@ -1,0 +1,124 @@
+"""What the parts of the service share: the run, who is here, the lock that orders all calls, and how a run ends."""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from heloco.cluster.protocol.messages import Ended, EndKind, Paused, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.machine_book import MachineBook
+from heloco.cluster.server.roster import Machine, Roster
+from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_disk
+from heloco.disk import FULL, SCARCE
+from heloco.errors import RunStopped, UserError
+from heloco.records.journal import FOLDER as JOURNAL
+from heloco.run.config import RunConfig
+
+
+class ServiceState:
+    """One lock orders all calls (`changed` is a condition over it); signs of life never wait for it."""
+
+    def __init__(self, config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.folder = config, folder
+        self.run_id = run_id(folder)
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.run: JournaledRun | None = None
+        """None until a machine has brought the model, where the run has none of its own."""
+        self.starts: SnapshotStore | None = None
+        self.roster = Roster(len(config.workers.paces), config.cluster.beat_s, config.cluster.patience)
+        self.book = MachineBook()
+        self.uploads = Uploads(folder)
+        self.paused: Paused | None = None
+        self.ended: Ended | None = None
+        self._clock = clock
+        self._zero_s = clock()
+
+    @property
+    def now_s(self) -> float:
+        """The run's own time: it stands still while the synchronizer is down."""
+        return self._clock() - self._zero_s
+
+    def set_time(self, now_s: float) -> None:
+        self._zero_s = self._clock() - now_s
+
+    # ---- the end
+
+    @property
+    def has_failed(self) -> bool:
+        return self.ended is not None and self.ended.kind == "failed"
+
+    def end(self, kind: EndKind, text: str) -> None:
+        with self.changed:
+            self.ended = Ended(kind=kind, text=text)
+            self.changed.notify_all()
+
+    def check_open(self) -> None:
+        if self.ended is None:
+            return
+        if self.ended.kind == "failed":
+            raise Refused(Code.AWAY, f"The synchronizer has stopped: {self.ended.text}")
+        raise Refused(Code.ENDED, f"The run has ended: {self.ended.text}")
+
+    @contextmanager
+    def recording(self) -> Iterator[JournaledRun]:
+        """The run, locked, for something that goes into its journal.
+
+        1. The disk is full, or there are no file descriptors: whatever raises that has changed nothing, so the
+           request is refused and may be repeated.
+        2. Anything else may have left the state half changed. What is on disk is whole: the process stops, and a
+           restart continues from there."""
+        with self.changed:
+            self.check_open()
+            assert self.run is not None
+            try:
+                yield self.run
+            except Refused:
+                raise
+            except OSError as error:
+                if error.errno in FULL + SCARCE:
+                    raise refuse_for_disk(error, self.folder / JOURNAL) from error
+                self.end("failed", f"{self.folder} cannot be written ({error.strerror}).")
+                raise Refused(Code.AWAY, "The synchronizer has stopped: its disk failed.") from error
+            except (UserError, RunStopped) as error:
+                self.end("failed", str(error))
+                raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
+            except BaseException as error:
+                self.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                raise
+            finally:
+                self.changed.notify_all()
+
+    # ---- who asks
+
+    def machine(self, ticket: Ticket) -> Machine:
+        """The machine that a ticket is of, if it is here and the ticket is its own. Takes no lock."""
+        self.check_not_barred(ticket.machine)
+        machine = self.roster.present.get(ticket.machine)
+        if machine is None:
+            raise Refused(Code.UNKNOWN_MACHINE, f"{ticket.machine!r} is not here, or was away for too long: join again.")
+        if not self.book.proves(ticket.machine, ticket.secret):
+            raise Refused(Code.SECRET, f"The secret is not the one that {ticket.machine} was given: join again.")
+        self.roster.saw(machine, self.now_s)
+        return machine
+
+    def check_not_barred(self, machine: str) -> None:
+        if why := self.book.barred(machine):
+            raise Refused(Code.BARRED, f"{machine} may not take part any more: {why}.")
+
+    def moved(self, machine: str) -> None:
+        """Bytes went out to a machine, or came in. Takes no lock."""
+        if present := self.roster.present.get(machine):
+            self.roster.moved(present, self.now_s)
+
+
+def run_id(folder: Path) -> str:
+    """Names a run: random, made once, kept in its folder."""
+    path = folder / "run-id"
+    if not path.exists() or not path.read_text().strip():
+        path.write_text(secrets.token_hex(8))
+    return path.read_text().strip()

@@ -1,0 +1,121 @@
+"""Who may do what with a run: tokens, each with one right, made and revoked one by one.
+
+worker   join, and do one's own rounds
+viewer   look: the page, the status, the run's files
+admin    stop, pause, evict, make and revoke tokens; and look
+"""
+
+import hashlib
+import secrets
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from heloco.cluster.protocol.messages import Right, TokenInfo
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.tokens import RIGHTS, format_token
+from heloco.disk import disk_errors, write_atomically
+from heloco.errors import UserError
+
+FILE = "tokens.json"
+TOKENS_AT_MOST = 1000
+
+
+class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    right: Right
+    secret: str
+    made: str
+    """The day."""
+    note: str = ""
+    is_revoked: bool = False
+
+    def info(self, machines: int = 0, token: str = "") -> TokenInfo:
+        return TokenInfo(
+            id=self.id,
+            right=self.right,
+            made=self.made,
+            note=self.note,
+            is_revoked=self.is_revoked,
+            machines=machines,
+            token=token,
+        )
+
+
+class TokenBook:
+    """The tokens of a run, in a file that only its owner may read. One of each right is there from the beginning."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+        self._lock = threading.Lock()
+        with disk_errors(folder, "start again."):
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+            self._tokens = self._read()
+            for right in RIGHTS:
+                if not any(token.right == right for token in self._tokens):
+                    self._add(right, "made with the run")
+
+    def _read(self) -> list[Token]:
+        if not self.path.exists():
+            return []
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=list[Token])
+        except (msgspec.MsgspecError, OSError) as error:
+            raise UserError(
+                f"{self.path} cannot be read ({error}): restore it, or remove it: then new tokens are made, and the old are void."
+            ) from error
+
+    def _add(self, right: Right, note: str) -> Token:
+        number = 1 + sum(token.right == right for token in self._tokens)
+        today = datetime.now(UTC).strftime("%Y-%m-%d")
+        token = Token(id=f"{right}-{number}", right=right, secret=secrets.token_urlsafe(32), made=today, note=note)
+        self._write([*self._tokens, token])
+        return token
+
+    def _write(self, tokens: list[Token]) -> None:
+        write_atomically(self.path, msgspec.json.format(msgspec.json.encode(tokens), indent=1), mode=0o600)
+        self._tokens = tokens
+
+    # ---- what is asked of it
+
+    def find(self, secret: bytes) -> Token | None:
+        """The token with this secret that is not revoked. All are looked at, by digests, so that time tells nothing."""
+        digest = hashlib.sha256(secret).digest()
+        tokens = [token for token in self._tokens if hashlib.sha256(token.secret.encode()).digest() == digest]
+        return next((token for token in tokens if not token.is_revoked), None)
+
+    def get(self, token_id: str) -> Token:
+        token = next((token for token in self._tokens if token.id == token_id), None)
+        if token is None:
+            raise Refused(Code.NO_SUCH, f"There is no token {token_id!r}: `heloco tokens` lists them.")
+        return token
+
+    def first(self, right: Right) -> Token:
+        """One that holds; made where all of that right were revoked."""
+        with self._lock:
+            token = next((token for token in self._tokens if token.right == right and not token.is_revoked), None)
+            return token or self._add(right, "made because all others were revoked")
+
+    def all(self) -> list[Token]:
+        return list(self._tokens)
+
+    def add(self, right: Right, note: str) -> Token:
+        with self._lock:
+            if len(self._tokens) >= TOKENS_AT_MOST:
+                raise Refused(Code.BUSY, f"The run has {TOKENS_AT_MOST} tokens already.")
+            return self._add(right, note)
+
+    def revoke(self, token_id: str) -> Token:
+        with self._lock:
+            token = self.get(token_id)
+            self._write([replace(t, is_revoked=True) if t.id == token_id else t for t in self._tokens])
+            return token
+
+    def text(self, token: Token, fingerprint: str) -> str:
+        """The token as it is pasted."""
+        return format_token(token.right, token.secret, fingerprint)

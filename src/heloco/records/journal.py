@@ -1,0 +1,376 @@
+"""The journal of a run on real machines: what happened, written down before it counts.
+
+    journal/events-POSITION.jsonl     segments of one long file of lines, named by the byte at which they begin in it
+    journal/NUMBER.safetensors        the tensors of a contribution, under the number of its `Receive` event
+    journal/acknowledged              the number of the last event that was durable when a contribution was acknowledged
+
+A line is an event with its number and a seal over itself and the seal before, taken over the bytes that are written: an edited,
+missing or exchanged line is found. A segment begins with a line of its own that says where the chain stands, so that reading can
+begin at any segment: a restart reads from the last checkpoint on, whatever the length of the run.
+
+Contributions are taken one at a time, and each is durable before it is acknowledged. So whatever is wrong with lines after the
+acknowledged one was never promised to anybody, and is cut off; what is wrong before it is reported.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from heloco.disk import forget_cached, make_durable, make_folder_durable
+from heloco.errors import RunStopped, UserError
+from heloco.records.events import Event
+
+FOLDER = "journal"
+SEGMENT_BYTES = 4 << 20
+"""A segment that has grown to this size is followed by the next."""
+_SEAL_FIELD = b',"seal":"'
+_decode_event = msgspec.json.Decoder(Event).decode
+
+
+class Mark(Struct, frozen=True):
+    """A place in the journal: after the event `number`, where its lines are `position` bytes long and the last seal is `seal`."""
+
+    number: int = 0
+    position: int = 0
+    seal: str = ""
+
+
+class _Header(Struct, frozen=True, forbid_unknown_fields=True):
+    """A segment's first line: where the chain stood when it was begun."""
+
+    segment: Mark
+
+
+class JournalDamaged(UserError):
+    """A line is not what was written. `good` is the place before it."""
+
+    def __init__(self, path: Path, good: Mark) -> None:
+        super().__init__(
+            f"{path}: the line of event {good.number + 1} was edited, or lines before it are missing. Restore the file from a "
+            f"copy, or return to what is left with `heloco rollback {path.parent.parent}`."
+        )
+        self.good = good
+
+
+class JournalTaken(RunStopped):
+    """Somebody else changed the journal while the run was going on."""
+
+
+# ---- reading
+
+
+def segments(folder: Path) -> list[tuple[int, Path]]:
+    """(first byte, path) of each segment, in their order."""
+    paths = sorted(folder.glob("events-" + "[0-9]" * 15 + ".jsonl"))
+    return [(int(path.stem.removeprefix("events-")), path) for path in paths]
+
+
+def contribution_path(folder: Path, number: int) -> Path:
+    """Where the tensors of the `Receive` event with this number are."""
+    return folder / f"{number:012d}.safetensors"
+
+
+def contribution_numbers(folder: Path) -> list[int]:
+    """The numbers of the events whose tensors are still there, in their order."""
+    return sorted(int(path.stem) for path in folder.glob("[0-9]" * 12 + ".safetensors") if path.is_file())
+
+
+def first_mark(folder: Path) -> Mark:
+    """Where the oldest segment that is still there begins."""
+    for position, path in segments(folder):
+        with path.open("rb") as file, contextlib.suppress(msgspec.MsgspecError):
+            header = msgspec.json.decode(file.readline(), type=_Header)
+            if header.segment.position == position:
+                return header.segment
+    return Mark()
+
+
+def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event, Mark]]:
+    """The events after `since` (None: all that are there), each with the place after it, every line checked.
+
+    A last line without its end, as a kill leaves it, is left out. A damaged one is a `JournalDamaged`."""
+    mark = first_mark(folder) if since is None else since
+    known = segments(folder)
+    if since is not None and known and not _reaches(folder, known, mark):
+        raise JournalDamaged(folder / _segment_name(mark.position), mark)
+    for index, (base, path) in enumerate(known):
+        following = known[index + 1][0] if index + 1 < len(known) else None
+        if following is not None and following <= mark.position:
+            continue
+        if base > mark.position:
+            raise JournalDamaged(path, mark)
+        for event, after in _read_segment(path, base, mark, is_last=following is None):
+            mark = after
+            if event is not None:
+                yield event, mark
+
+
+def _reaches(folder: Path, known: list[tuple[int, Path]], mark: Mark) -> bool:
+    """Whether the journal has a line that ends at the mark with the mark's seal; the very beginning is always there."""
+    if mark.number == 0:
+        return True
+    base, path = max((each for each in known if each[0] < mark.position), default=(0, folder / "missing"))
+    if not path.is_file() or path.stat().st_size < mark.position - base:
+        return False
+    with path.open("rb") as file:
+        start = max(0, mark.position - base - (1 << 16))
+        file.seek(start)
+        line = file.read(mark.position - base - start)
+    return line.endswith(f'"{mark.seal}"}}\n'.encode()) or line.endswith(f'"{mark.seal}"}}}}\n'.encode())
+
+
+def _read_segment(path: Path, base: int, mark: Mark, *, is_last: bool) -> Iterator[tuple[Event | None, Mark]]:
+    with path.open("rb") as file:
+        file.seek(mark.position - base)
+        for line in file:
+            if not line.endswith(b"\n"):
+                if not is_last:
+                    raise JournalDamaged(path, mark)
+                return
+            if mark.position == base:
+                mark = _checked_header(line, mark, path)
+                yield None, mark
+                continue
+            event, mark = _checked_line(line, mark, path)
+            yield event, mark
+
+
+def _checked_header(line: bytes, mark: Mark, path: Path) -> Mark:
+    try:
+        if msgspec.json.decode(line, type=_Header).segment != mark:
+            raise JournalDamaged(path, mark)
+    except msgspec.MsgspecError:
+        raise JournalDamaged(path, mark) from None
+    return Mark(mark.number, mark.position + len(line), mark.seal)
+
+
+def _checked_line(line: bytes, mark: Mark, path: Path) -> tuple[Event, Mark]:
+    body, _, rest = line.rpartition(_SEAL_FIELD)
+    number, _, fields = body.partition(b",")
+    seal = _seal(mark.seal, body)
+    if number != b'{"n":%d' % (mark.number + 1) or rest != f'{seal}"}}\n'.encode():
+        raise JournalDamaged(path, mark)
+    try:
+        event: Event = _decode_event(b"{" + fields + b"}")
+    except msgspec.MsgspecError:
+        raise JournalDamaged(path, mark) from None
+    return event, Mark(mark.number + 1, mark.position + len(line), seal)
+
+
+def _seal(before: str, body: bytes) -> str:
+    return hashlib.blake2b(before.encode() + body, digest_size=6).hexdigest()
+
+
+def _segment_name(position: int) -> str:
+    return f"events-{position:015d}.jsonl"
+
+
+# ---- writing
+
+
+class Journal:
+    """The journal of the run in the folder `run`, open for writing.
+
+    Opening it reads what comes after `since`, cuts off what was never acknowledged and is not whole, and refuses a journal that
+    has lost something that was."""
+
+    def __init__(self, run: Path, since: Mark | None = None) -> None:
+        since = since or Mark()
+        self.folder = run / FOLDER
+        self.folder.mkdir(exist_ok=True)
+        self._folder_handle = os.open(self.folder, os.O_RDONLY)
+        self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
+        self.acknowledged = self._read_acknowledged()
+        """The number of the last event that was durable when a contribution was acknowledged."""
+        self._file = -1
+        try:
+            self.end = self._find_end(since)
+            """The place after the last event."""
+            self._open_segment()
+            self._bytes_kept = sum(each.stat().st_size for each in os.scandir(self.folder) if each.is_file())
+        except BaseException:
+            self.close()
+            raise
+        make_folder_durable(run)
+
+    def _read_acknowledged(self) -> int:
+        text = os.pread(self._acknowledged_handle, 64, 0).strip(b"\0\n ")
+        return int(text) if text.isdigit() else 0
+
+    def _find_end(self, since: Mark) -> Mark:
+        known = segments(self.folder)
+        if since.number and not known:
+            raise UserError(
+                f"{self.folder} has lost its events. Restore it from a copy, or return to the last checkpoint with "
+                f"`heloco rollback {self.folder.parent}`."
+            )
+        for _, path in known:
+            with path.open("rb") as file:
+                forget_cached(file.fileno())
+        end = since
+        try:
+            for _, mark in read_events(self.folder, since):
+                end = mark
+        except JournalDamaged as damage:
+            if damage.good.number < self.acknowledged:
+                raise
+            end = damage.good  # what comes after it was never acknowledged
+        if end.number < self.acknowledged:
+            raise UserError(
+                f"{self.folder} is cut short: it reaches to event {end.number}, and event {self.acknowledged} was acknowledged. "
+                f"Restore it from a copy, or return to what is left with `heloco rollback {self.folder.parent}`."
+            )
+        return end
+
+    def _open_segment(self) -> None:
+        """Cuts the journal off at its end, and goes on there."""
+        known = segments(self.folder)
+        for base, path in known:
+            if base >= self.end.position:
+                path.unlink()
+        before = [each for each in known if each[0] < self.end.position]
+        if not before or not _reaches(self.folder, before, self.end):
+            if before:  # damaged, but before a checkpoint that has all that was acknowledged: kept aside
+                before[-1][1].rename(before[-1][1].with_suffix(".damaged"))
+            self._begin_segment()
+            return
+        self._base, self._path = before[-1]
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND)
+        os.ftruncate(self._file, self.end.position - self._base)
+
+    def _begin_segment(self) -> None:
+        if self._file >= 0:
+            make_durable(self._file, self._path)  # a later fsync reaches only the new segment
+            os.close(self._file)
+            self._file = -1
+        self._base, self._path = self.end.position, self.folder / _segment_name(self.end.position)
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write_header()
+        make_durable(self._folder_handle, self.folder)
+
+    def _write_header(self) -> None:
+        line = msgspec.json.encode(_Header(self.end)) + b"\n"
+        self._write(line)
+        self.end = Mark(self.end.number, self.end.position + len(line), self.end.seal)
+
+    def append(self, event: Event) -> int:
+        """Writes an event and gives its number. It is durable after the next `make_durable`. On an error nothing of it stays."""
+        self._check_ours()
+        if self.end.position - self._base > SEGMENT_BYTES:
+            self._begin_segment()
+        number = self.end.number + 1
+        body = b'{"n":%d,' % number + msgspec.json.encode(event)[1:-1]
+        seal = _seal(self.end.seal, body)
+        line = body + _SEAL_FIELD + seal.encode() + b'"}\n'
+        self._write(line)
+        self._bytes_kept += len(line)
+        self.end = Mark(number, self.end.position + len(line), seal)
+        return number
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._file, line[written:])
+        except OSError:
+            os.ftruncate(self._file, self.end.position - self._base)
+            raise
+
+    def _check_ours(self) -> None:
+        """Whether the file is still the one that was opened, as long as it was left.
+
+        1. Somebody removes or replaces the file: what was written is still in the open one, and is put back.
+        2. Somebody cuts or edits it: what was acknowledged is only in this process's memory any more; the run must stop."""
+        size = self.end.position - self._base
+        opened = os.fstat(self._file)
+        if opened.st_size != size:
+            raise JournalTaken(
+                f"{self._path} was changed by somebody else while the run was going on ({opened.st_size} bytes instead of "
+                f"{size}), so the run stops. Its state was saved: leave the journal alone and serve the run again."
+            )
+        try:
+            in_place = os.path.samestat(self._path.stat(), opened)
+        except FileNotFoundError:
+            in_place = False
+        if not in_place:
+            self._put_back(size)
+
+    def _put_back(self, size: int) -> None:
+        temporary = self.folder / f".{self._path.name}"
+        self.folder.mkdir(exist_ok=True)
+        copy = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
+        at = 0
+        while at < size:
+            at += os.write(copy, os.pread(self._file, min(size - at, 1 << 20), at))
+        make_durable(copy, self._path)
+        temporary.replace(self._path)
+        make_durable(self._folder_handle, self.folder)
+        os.close(self._file)
+        self._file = copy
+
+    def make_durable(self, tensors: int | None = None) -> None:
+        """Makes all events durable, and before them the open file `tensors` of the last contribution."""
+        if tensors is not None:
+            make_durable(tensors, contribution_path(self.folder, self.end.number))
+            make_durable(self._folder_handle, self.folder)
+        make_durable(self._file, self._path)
+
+    def acknowledge(self, number: int) -> None:
+        """The event is durable and is about to be acknowledged."""
+        os.pwrite(self._acknowledged_handle, b"%020d\n" % number, 0)
+        self.acknowledged = number
+
+    # ---- tensors of contributions
+
+    def take_in(self, upload: Path) -> Path:
+        """Moves a file to where the tensors of the next event belong."""
+        path = contribution_path(self.folder, self.end.number + 1)
+        upload.rename(path)
+        self._bytes_kept += path.stat().st_size
+        return path
+
+    def give_back(self, path: Path, upload: Path) -> None:
+        """Undoes `take_in` where the event could not be written."""
+        self._bytes_kept -= path.stat().st_size
+        path.rename(upload)
+
+    def remove_orphans(self) -> None:
+        """Tensor files without an event: their contributions were never acknowledged."""
+        for number in contribution_numbers(self.folder):
+            if number > self.end.number:
+                contribution_path(self.folder, number).unlink()
+
+    def prune(self, until: Mark, budget_bytes: float) -> bool:
+        """Removes what a checkpoint at `until` stands for if the journal is larger than its budget: tensors first, then segments.
+
+        Whether anything was removed: a replay can then no longer begin at the first event."""
+        if self._bytes_kept <= budget_bytes:
+            return False
+        before = self._bytes_kept
+        for number in contribution_numbers(self.folder):
+            if number <= until.number:
+                self._remove(contribution_path(self.folder, number))
+        known = segments(self.folder)
+        for (_, path), (following, _) in itertools.pairwise(known):
+            if following <= until.position and self._bytes_kept > budget_bytes:
+                self._remove(path)
+        return self._bytes_kept < before
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_size
+            path.unlink()
+            self._bytes_kept -= size
+
+    def close(self) -> None:
+        for handle in (self._file, self._acknowledged_handle, self._folder_handle):
+            if handle >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+        self._file = self._acknowledged_handle = self._folder_handle = -1

@@ -1,0 +1,1 @@
+"""Tensors as bytes, and back: what a round's start and a contribution are in files and on the wire."""

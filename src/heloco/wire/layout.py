@@ -1,0 +1,199 @@
+"""Tensors as safetensors, a block at a time: what a round and a contribution are on the wire, in the journal and in checkpoints.
+
+A layout knows its file's header to the byte. So a file that was sent is believed only if it begins with exactly that header and
+has exactly that size; nothing of it is parsed before. It is then read as views of the file, without a copy in memory.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from heloco.disk import write_all
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+AT_ONCE = 1 << 24
+"""Bytes of a tensor that are handed on at once."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, dtypes and shapes of a file's tensors in its order: wide ones first, so that each lies at a multiple of its size."""
+
+    entries: tuple[tuple[str, str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> "Layout":
+        for name, tensor in named.items():
+            if tensor.dtype not in DTYPES:
+                raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold.")
+        found = sorted(named.items(), key=lambda item: -item[1].element_size())  # stable: otherwise the given order
+        return cls(tuple((name, DTYPES[t.dtype], tuple(t.shape)) for name, t in found))
+
+    @classmethod
+    def in_file(cls, path: Path) -> "Layout":
+        """Of a file of ours."""
+        with path.open("rb") as file:
+            table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        table.pop("__metadata__", None)
+        found = sorted(table.items(), key=lambda item: item[1]["data_offsets"])
+        return cls(tuple((name, entry["dtype"], tuple(entry["shape"])) for name, entry in found))
+
+    @classmethod
+    def from_json(cls, entries: Any) -> "Layout":
+        """From what came out of `as_json` elsewhere; a ValueError where it is nothing of the kind."""
+        try:
+            made = cls(tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in entries))
+            if any(n < 0 for _, _, shape in made.entries for n in shape) or len(made.names) != len(set(made.names)):
+                raise ValueError
+            made.header  # noqa: B018 - refuses an unknown dtype
+            return made
+        except (TypeError, ValueError, KeyError, OverflowError):
+            raise ValueError("that is no list of names, dtypes and shapes.") from None
+
+    def as_json(self) -> list[list[Any]]:
+        return [[name, dtype, list(shape)] for name, dtype, shape in self.entries]
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.entries]
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """(first byte, bytes) of each tensor, behind the header."""
+        found, at = [], 0
+        for _, dtype, shape in self.entries:
+            count = 1
+            for n in shape:
+                count *= n
+            found.append((at, count * _BY_NAME[dtype].itemsize))
+            at += found[-1][1]
+        return found
+
+    @cached_property
+    def header(self) -> bytes:
+        table = {
+            name: {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+            for (name, dtype, shape), (at, size) in zip(self.entries, self.spans, strict=True)
+        }
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def size(self) -> int:
+        """The whole file's bytes."""
+        return len(self.header) + (sum(self.spans[-1]) if self.spans else 0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Two machines with the same one have models of the same blocks."""
+        return hashlib.sha256(self.header).hexdigest()[:16]
+
+    def difference(self, other: "Layout") -> str:
+        """In words, where the other one first differs; empty where it does not."""
+        ours, theirs = {n: (d, s) for n, d, s in self.entries}, {n: (d, s) for n, d, s in other.entries}
+        for name, (dtype, shape) in ours.items():
+            if name not in theirs:
+                return f"{name} is missing"
+            if theirs[name] != (dtype, shape):
+                return f"{name} is {theirs[name][0]} {list(theirs[name][1])} and not {dtype} {list(shape)}"
+        return next((f"{name} is not in the model" for name in theirs if name not in ours), "")
+
+
+def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Iterator[memoryview]:
+    """The file of these tensors, piece by piece; given without names they must come in the layout's order, each whole or in
+    several flat parts."""
+    yield memoryview(layout.header)
+    ordered = (tensors[name] for name in layout.names) if isinstance(tensors, Mapping) else iter(tensors)
+    for (name, dtype, _), (_, size) in zip(layout.entries, layout.spans, strict=True):
+        left = size
+        while left or size == 0:
+            tensor = next(ordered)
+            left -= tensor.numel() * tensor.element_size()
+            assert DTYPES[tensor.dtype] == dtype and left >= 0, f"{name} is not as the layout has it"
+            if size == 0:
+                break
+            raw: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for at in range(0, len(raw), AT_ONCE):
+                yield raw[at : at + AT_ONCE]
+
+
+def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor], hashed: Any = None) -> None:
+    """`file` must be unbuffered; `hashed` gets every piece too."""
+    for piece in pieces(layout, tensors):
+        write_all(file, piece)
+        if hashed is not None:
+            hashed.update(piece)
+
+
+def view(layout: Layout, content: Any) -> dict[str, Tensor]:
+    """The tensors of a file in a writable buffer, as views of it. Its header must have been compared."""
+    begin = len(layout.header)
+    return {
+        name: (
+            torch.frombuffer(content, dtype=_BY_NAME[dtype], offset=begin + at, count=size // _BY_NAME[dtype].itemsize)
+            if size
+            else torch.empty(0, dtype=_BY_NAME[dtype])
+        ).view(shape)
+        for (name, dtype, shape), (at, size) in zip(layout.entries, layout.spans, strict=True)
+    }
+
+
+class Stored(Mapping[str, Tensor]):
+    """The tensors of a file of ours, each read when it is asked for: a model is never in memory twice."""
+
+    def __init__(self, path: Path) -> None:
+        self.layout = Layout.in_file(path)
+        whole = zip(self.layout.names, self.layout.entries, self.layout.spans, strict=True)
+        self._at = {name: (entry, span) for name, entry, span in whole}
+        with path.open("rb") as file:
+            self._begin = 8 + int.from_bytes(file.read(8), "little")
+            self._file = os.dup(file.fileno())
+
+    def __getitem__(self, name: str) -> Tensor:
+        (_, dtype, shape), (at, size) = self._at[name]
+        if not size:
+            return torch.empty(shape, dtype=_BY_NAME[dtype])
+        made = torch.empty(shape, dtype=_BY_NAME[dtype])
+        room: memoryview = made.reshape(-1).view(torch.uint8).numpy().data
+        done = 0
+        while done < size:
+            if not (more := os.preadv(self._file, [room[done:]], self._begin + at + done)):
+                raise OSError(f"{name} is cut short")
+            done += more
+        return made
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self._file)
+
+
+def mapped(file: Path | int, layout: Layout) -> dict[str, Tensor]:
+    """The tensors of a file, or of one that is open, as views of it. What is written to them stays in this process."""
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            return mapped(opened.fileno(), layout)
+    content = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
+    if len(content) != layout.size or content[: len(layout.header)] != layout.header:
+        raise ValueError("the file does not hold the tensors it should")
+    return view(layout, content)
