@@ -7,13 +7,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heloco.engine.cluster.link import LocalLink
-from heloco.engine.cluster.service import Service
-from heloco.engine.cluster.serving import external_run
+import heloco
+from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    ContributionReport,
+    Joined,
+    JoinRequest,
+    RoundAnswer,
+    RoundKey,
+    Ticket,
+    Wait,
+)
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run
+from heloco.cluster.server.service import Service
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.tensors import Layout
+from heloco.wire.layout import Layout
 
 NAMES = ["weight", "bias", "mean", "count"]
+NO_DIGEST = "0" * 32
 
 
 def model() -> dict[str, Tensor]:
@@ -38,7 +50,8 @@ def delta(seed: int, size: float = 0.1) -> dict[str, Tensor]:
     }
 
 
-REPORT = {"loss": 1.5, "last_loss": 1.25, "samples": 8, "units": 80}
+def report(digest: str = NO_DIGEST, **values: Any) -> ContributionReport:
+    return ContributionReport(**{"digest": digest, "loss": 1.5, "last_loss": 1.25, "samples": 8, "units": 80, **values})
 
 
 @dataclass
@@ -58,18 +71,18 @@ def config(**settings: Any) -> RunConfig:
 
 def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> Service:
     """A service over the folder's run, or over a new one that has its model."""
-    service = external_run(config(**settings), folder)
-    if clock is not None:
-        service._clock = clock
-        service._zero_s = clock.now - (service.recorded.time_s if service.recorded else 0.0)
-        service._ticked_s = service.now_s
-    if service.recorded is None:
+    service = external_run(config(**settings), folder, clock=clock or Clock())
+    if service.state.run is None:
         link = LocalLink(service)
         layout = Layout.of(model())
-        bringer = link.join("bringer", returning=None, pace_s=None, layout=layout)["machine"]
+        bringer = link.join("bringer", returning=None, layout=layout).ticket
         link.send_model(bringer, layout, model(), NAMES)
-        service.leave(bringer)
+        service.members.leave(bringer, "it brought the model")
     return service
+
+
+def join_request(name: str, **about: Any) -> JoinRequest:
+    return JoinRequest(**{"name": name, "version": heloco.__version__, **about})
 
 
 @dataclass
@@ -78,23 +91,46 @@ class Hand:
 
     service: Service
     name: str
-    machine: str = field(init=False)
-    key: tuple[int, int, int] | None = None
+    returning: Ticket | None = None
+    ticket: Ticket = field(init=False)
+    key: RoundKey | None = None
 
     def __post_init__(self) -> None:
-        self.link = LocalLink(self.service)
-        self.machine = self.service.join(self.name)["machine"]
+        self.join()
 
-    def take(self) -> dict[str, Any]:
-        answer = self.service.next_round(self.machine)
-        self.key = None if "wait" in answer else (answer["worker"], answer["round"], answer["version"])
+    def join(self) -> Joined:
+        """Comes, or comes back as the machine it was."""
+        joined = self.service.members.join(join_request(self.name), self.returning)
+        self.ticket = self.returning = joined.ticket
+        return joined
+
+    @property
+    def id(self) -> str:
+        return self.ticket.machine
+
+    @property
+    def link(self) -> LocalLink:
+        return LocalLink(self.service)
+
+    def take(self) -> RoundAnswer:
+        answer = self.service.rounds.next(self.ticket)
+        self.key = None if isinstance(answer, Wait) else answer.key
         return answer
 
-    def hand_in(self, tensors: dict[str, Tensor], key: tuple[int, int, int] | None = None, **report: Any) -> dict[str, Any]:
+    def hand_in(self, tensors: dict[str, Tensor], key: RoundKey | None = None, **about: Any) -> Acknowledgement:
         key = key or self.key
-        assert key is not None and self.service.recorded is not None
-        return self.link.hand_in(self.machine, key, self.service.recorded.layout, tensors, {**REPORT, **report})
+        assert key is not None and self.service.state.run is not None
+        return self.link.hand_in(self.ticket, key, self.service.state.run.contribution_layout, tensors, report(**about))
 
-    def work(self, seed: int) -> dict[str, Any]:
+    def work(self, seed: int) -> Acknowledgement:
         self.take()
         return self.hand_in(delta(seed))
+
+    def beat(self, steps: int = 0) -> Any:
+        return self.service.members.beat(self.ticket, steps)
+
+    def leave(self, text: str = "it left") -> None:
+        self.service.members.leave(self.ticket, text)
+
+    def abandon(self, text: str = "it gave up") -> None:
+        self.service.rounds.abandon(self.ticket, text)

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from conftest import fill_disk, tape
-from heloco.engine.cluster.link import LocalLink, digest_of
-from heloco.engine.cluster.service import Denied
-from heloco.engine.cluster.serving import external_run
-from heloco.run.journal import read_events
-from heloco.run.tensors import Layout, pieces
-from small_cluster import NAMES, Clock, Hand, delta, model, opened
+from heloco.cluster.protocol.link import digest_of
+from heloco.cluster.protocol.messages import Assignment, Ended, Paused, RoundKey, Ticket, UploadState, Wait
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run
+from heloco.records.events import Pause, Resume
+from heloco.records.journal import FOLDER, contribution_numbers, read_events
+from heloco.wire.layout import Layout, pieces
+from small_cluster import NAMES, NO_DIGEST, Clock, Hand, config, delta, join_request, model, opened, report
 
 
 @pytest.fixture
@@ -20,18 +23,18 @@ def clock():
     return Clock()
 
 
-def refuses(name, ask, *arguments, **options):
-    """The request is denied by that name."""
-    with pytest.raises(Denied) as found:
+def refuses(code, ask, *arguments, **options):
+    """The request is refused with that code, and a sentence."""
+    with pytest.raises(Refused) as refused:
         ask(*arguments, **options)
-    assert found.value.name == name, found.value
-    assert str(found.value)
-    return found.value
+    assert refused.value.code == code, refused.value
+    assert refused.value.text
+    return refused.value
 
 
 def state(service):
-    run = service.recorded
-    return run.digest(), run.synchronizer.arrivals, dict(run.synchronizer.held), len(tape(service.folder))
+    run = service.state.run
+    return run.digest(), run.synchronizer.arrivals, dict(run.synchronizer.held), len(tape(service.state.folder))
 
 
 # ---- exactly once
@@ -44,8 +47,8 @@ def test_a_contribution_that_is_handed_in_again_gets_the_same_answer_and_counts_
     key, first = hand.key, hand.hand_in(delta(1))
     after = state(service)
     assert hand.hand_in(delta(1), key) == first
-    assert service.commit(hand.machine, key, {"digest": "another"}) == first
-    assert service.received(hand.machine, key) == {"ack": first}
+    assert service.contributions.commit(hand.ticket, key, report("f" * 32)) == first
+    assert service.contributions.progress(hand.ticket, key) == UploadState(ack=first)
     assert state(service) == after
 
 
@@ -59,7 +62,7 @@ def test_the_same_answer_also_after_a_restart_from_the_journal_alone(tmp_path, c
     after = state(service)
     service.close()
     service = opened(tmp_path / "run", clock, checkpoint_every=0)
-    hand = Hand(service, "m")
+    hand = Hand(service, "m", hand.ticket)
     assert state(service) == after
     for key, ack in acks.items():
         assert hand.hand_in(delta(99), key) == ack
@@ -75,9 +78,9 @@ def test_a_machine_that_returns_after_a_restart_hands_in_the_round_it_held(tmp_p
     service.close()
     service = opened(tmp_path / "run", clock)
     for i, hand in enumerate(hands):
-        hand.service = hand.link.service = service
-        assert service.join(hand.name, returning=hand.machine)["seat"] == i
-        assert hand.hand_in(delta(i))["verdict"] == "applied"
+        hand.service = service
+        assert hand.join().seat == i
+        assert hand.hand_in(delta(i)).verdict == "applied"
     assert [line["staleness"] for line in tape(tmp_path / "run")] == [0, 1, 2]
 
 
@@ -87,8 +90,7 @@ def test_a_round_that_is_asked_for_again_is_the_same(tmp_path, clock):
     first = hand.take()
     other.work(1)
     assert hand.take() == first
-    layout = service.starts.layout
-    start = hand.link.fetch(hand.machine, hand.key, layout)
+    start = hand.link.fetch(hand.ticket, hand.key, service.state.starts.layout, first.start_digest)
     assert all(torch.equal(start[name], tensor) for name, tensor in model().items())  # of its version, though the run went on
 
 
@@ -102,25 +104,26 @@ def test_what_is_not_this_machines_round_is_refused(tmp_path, clock):
     other.take()
     before = state(service)
     worker, index, version = hand.key
-    refuses("unknown-machine", service.next_round, "nobody")
-    refuses("not-held", other.hand_in, delta(1), hand.key)
-    refuses("not-held", hand.hand_in, delta(1), (worker, index + 1, version))
-    refuses("not-held", hand.hand_in, delta(1), (worker, index, -1))
-    refuses("not-held", hand.hand_in, delta(1), (99, 0, 0))
-    refuses("future", hand.hand_in, delta(1), (worker, index, version + 1))
-    refuses("version", service.join, "m", version="9.9.9")
-    refuses("layout", service.join, "m", layout=Layout.of({"parameter.0": torch.zeros(2)}))
+    refuses(Code.UNKNOWN_MACHINE, service.rounds.next, Ticket(machine="nobody", secret="x"))
+    refuses(Code.NOT_HELD, other.hand_in, delta(1), hand.key)
+    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index + 1, version))
+    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index, -1))
+    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(99, 0, 0))
+    refuses(Code.FUTURE, hand.hand_in, delta(1), RoundKey(worker, index, version + 1))
+    refuses(Code.VERSION, service.members.join, join_request("m", version="9.9.9"))
+    other_model = Layout.of({"parameter.0": torch.zeros(2)}).entries
+    refuses(Code.LAYOUT, service.members.join, join_request("m", layout=other_model))
     assert state(service) == before
 
 
-def sent(service, hand, content, **report):
-    incoming = service.incoming(hand.machine, hand.key)
-    incoming.write(incoming.begin(incoming.size), content)
-    return service.commit(hand.machine, hand.key, {"digest": incoming.digest(), **report})
+def sent(service, hand, content):
+    upload = service.contributions.upload(hand.ticket, hand.key)
+    upload.write(upload.begin(upload.size), content)
+    return service.contributions.commit(hand.ticket, hand.key, report(upload.digest()))
 
 
 def content_of(service, tensors):
-    return b"".join(pieces(service.recorded.layout, tensors))
+    return b"".join(pieces(service.state.run.contribution_layout, tensors))
 
 
 def test_wrong_bodies_are_refused_and_the_right_one_still_counts(tmp_path, clock):
@@ -129,25 +132,17 @@ def test_wrong_bodies_are_refused_and_the_right_one_still_counts(tmp_path, clock
     hand.take()
     before, right = state(service), content_of(service, delta(1))
     other = Layout.of({f"pseudo_gradient.{i}": torch.zeros(3) for i in range(2)})
-    refuses("too-long", sent, service, hand, right + b"x")
-    refuses("layout", sent, service, hand, b"".join(pieces(other, [torch.zeros(3)] * 2)))
-    refuses("layout", sent, service, hand, b"\0" * len(right))
-    refuses("incomplete", sent, service, hand, right[:-1])
-    refuses("offset", service.incoming(hand.machine, hand.key).begin, 3)
-    incoming = service.incoming(hand.machine, hand.key)
-    incoming.write(incoming.begin(len(right) - 1), right[-1:])
-    for wrong in (
-        {"digest": 3},
-        {},
-        {"digest": "x", "loss": "low"},
-        {"digest": "x", "samples": -1},
-        {"digest": "x", "units": 1.5},
-    ):
-        refuses("report", service.commit, hand.machine, hand.key, wrong)
-    refuses("corrupted", service.commit, hand.machine, hand.key, {"digest": "0" * 32})
-    assert incoming.size == 0  # it is to be sent again
+    refuses(Code.TOO_LONG, sent, service, hand, right + b"x")
+    refuses(Code.LAYOUT, sent, service, hand, b"".join(pieces(other, [torch.zeros(3)] * 2)))
+    refuses(Code.LAYOUT, sent, service, hand, b"\0" * len(right))
+    refuses(Code.INCOMPLETE, sent, service, hand, right[:-1])
+    upload = service.contributions.upload(hand.ticket, hand.key)
+    refuses(Code.OFFSET, upload.begin, 3)
+    upload.write(upload.begin(len(right) - 1), right[-1:])
+    refuses(Code.CORRUPTED, service.contributions.commit, hand.ticket, hand.key, report(NO_DIGEST))
+    assert upload.size == 0  # it is to be sent again
     assert state(service) == before
-    assert sent(service, hand, right)["verdict"] == "applied"
+    assert sent(service, hand, right).verdict == "applied"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -157,11 +152,11 @@ def test_what_is_not_finite_is_refused_before_it_is_stored_and_its_data_goes_to_
     first = hand.take()
     bad = delta(1)
     bad["pseudo_gradient.1"][2] = value
-    refuses("not-finite", hand.hand_in, bad)
-    assert not list(service.recorded.journal.path.glob("*.safetensors"))
+    refuses(Code.NOT_FINITE, hand.hand_in, bad)
+    assert not contribution_numbers(service.state.run.journal.folder)
     again = hand.take()
-    assert (again["round"], again["spans"]) == (first["round"] + 1, first["spans"])
-    assert hand.hand_in(delta(1))["verdict"] == "applied"
+    assert (again.round, again.spans) == (first.round + 1, first.spans)
+    assert hand.hand_in(delta(1)).verdict == "applied"
 
 
 def test_a_machine_whose_contributions_are_always_refused_is_turned_away(tmp_path, clock):
@@ -169,10 +164,15 @@ def test_a_machine_whose_contributions_are_always_refused_is_turned_away(tmp_pat
     hand = Hand(service, "m")
     bad = {name: t * math.nan if t.is_floating_point() else t for name, t in delta(1).items()}
     for _ in range(3):
-        hand.take()
-        refuses("not-finite", hand.hand_in, bad)
-    refuses("turned-away", hand.take)
-    refuses("turned-away", service.join, "m", returning=hand.machine)
+        clock.now += 100.0  # after rounds that came to nothing the next one comes later
+        assert isinstance(hand.take(), Assignment)
+        refuses(Code.NOT_FINITE, hand.hand_in, bad)
+    refuses(Code.BARRED, hand.take)
+    refuses(Code.BARRED, hand.join)
+    service.close()
+    service = opened(tmp_path / "run", clock, max_refusals=3)
+    hand.service = service
+    refuses(Code.BARRED, hand.join)  # for good
 
 
 def test_a_norm_far_outside_the_recent_ones_is_refused_or_clipped(tmp_path, clock):
@@ -183,8 +183,8 @@ def test_a_norm_far_outside_the_recent_ones_is_refused_or_clipped(tmp_path, cloc
             hand.work(seed)
         hand.take()
         ack = hand.hand_in(delta(1, size=100.0))
-        assert ack["verdict"] == verdict and "is more than 5 × the usual one" in ack["reason"]
-        assert hand.work(3)["verdict"] == "applied"
+        assert ack.verdict == verdict and "is more than 5 × the usual one" in ack.reason
+        assert hand.work(3).verdict == "applied"
         service.close()
 
 
@@ -193,16 +193,16 @@ def test_transfers_go_on_where_they_were_cut_and_an_old_connection_may_write_no_
     hand = Hand(service, "m")
     hand.take()
     content = content_of(service, delta(1))
-    incoming = service.incoming(hand.machine, hand.key)
-    old = incoming.begin(0)
-    incoming.write(old, content[:50])
-    assert service.received(hand.machine, hand.key) == {"size": 50}
-    new = incoming.begin(50)
-    incoming.write(new, content[50:80])
-    refuses("offset", incoming.write, old, content[50:])
-    incoming.write(new, content[80:])
-    digest = digest_of(service.recorded.layout, delta(1))
-    assert service.commit(hand.machine, hand.key, {"digest": digest})["verdict"] == "applied"
+    upload = service.contributions.upload(hand.ticket, hand.key)
+    old = upload.begin(0)
+    upload.write(old, content[:50])
+    assert service.contributions.progress(hand.ticket, hand.key) == UploadState(size=50)
+    new = upload.begin(50)
+    upload.write(new, content[50:80])
+    refuses(Code.OFFSET, upload.write, old, content[50:])
+    upload.write(new, content[80:])
+    digest = digest_of(service.state.run.contribution_layout, delta(1))
+    assert service.contributions.commit(hand.ticket, hand.key, report(digest)).verdict == "applied"
 
 
 # ---- elastic
@@ -211,8 +211,8 @@ def test_transfers_go_on_where_they_were_cut_and_an_old_connection_may_write_no_
 def beats(service, clock, hand, steps, every):
     for step in range(1, steps + 1):
         clock.now += every
-        service.beat(hand.machine, step)
-        service.tick()
+        hand.beat(step)
+        service.housekeeping.tick()
 
 
 def test_a_machine_is_lost_by_its_own_measure_of_progress(tmp_path, clock):
@@ -223,20 +223,20 @@ def test_a_machine_is_lost_by_its_own_measure_of_progress(tmp_path, clock):
     for step in range(1, 4):  # the slow one needs half a minute for a step, and beats in between
         for second in range(30):
             clock.now += 1.0
-            service.beat(quick.machine, 30 * step + second)
-            service.beat(slow.machine, step - 1)
-            service.tick()
-        service.beat(slow.machine, step)
-    assert {m.name for m in service.machines} == {"quick", "slow"}
+            quick.beat(30 * step + second)
+            slow.beat(step - 1)
+            service.housekeeping.tick()
+        slow.beat(step)
+    assert {m.name for m in service.state.roster} == {"quick", "slow"}
     for _ in range(12):  # now neither gets on
         clock.now += 1.0
-        service.tick()
-    assert {m.name for m in service.machines} == {"slow"}
+        service.housekeeping.tick()
+    assert {m.name for m in service.state.roster} == {"slow"}
     for _ in range(330):
         clock.now += 1.0
-        service.tick()
-    assert not list(service.machines)
-    assert not service.recorded.synchronizer.held
+        service.housekeeping.tick()
+    assert not list(service.state.roster)
+    assert not service.state.run.synchronizer.held
 
 
 def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_path, clock):
@@ -247,42 +247,42 @@ def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_pa
     held = lost.take()
     for step in range(30):
         clock.now += 1.0
-        service.beat(other.machine, step)
-        service.tick()
-    refuses("unknown-machine", lost.hand_in, delta(9))
-    lost.machine = service.join("lost", returning=lost.machine)["machine"]
-    refuses("not-held", lost.hand_in, delta(9))  # too late: told so, and a fresh round is to be had
-    service.leave(lost.machine)
+        other.beat(step)
+        service.housekeeping.tick()
+    refuses(Code.UNKNOWN_MACHINE, lost.hand_in, delta(9))
+    assert lost.join().ticket.machine == lost.id
+    refuses(Code.NOT_HELD, lost.hand_in, delta(9))  # too late: told so, and a fresh round is to be had
+    lost.leave()
     other.take()  # its own worker's, which is behind
     other.hand_in(delta(1))
     taken = [other.take() for _ in range(1)]
-    spans = {worker["worker"]: worker["spans"] for worker in taken}
-    while held["worker"] not in spans:
+    spans = {answer.worker: answer.spans for answer in taken}
+    while held.worker not in spans:
         other.hand_in(delta(2))
         answer = other.take()
-        spans[answer["worker"]] = answer["spans"]
-    assert spans[held["worker"]] == held["spans"]
+        spans[answer.worker] = answer.spans
+    assert spans[held.worker] == held.spans
 
 
 def test_nobody_is_blamed_for_the_time_in_which_the_service_stood_still(tmp_path, clock):
     service = opened(tmp_path / "run", clock, beat_s=1.0)
     hand = Hand(service, "m")
     hand.take()
-    service.tick()
+    service.housekeeping.tick()
     clock.now += 10_000.0
-    service.tick()
-    assert hand.hand_in(delta(1))["verdict"] == "applied"
+    service.housekeeping.tick()
+    assert hand.hand_in(delta(1)).verdict == "applied"
 
 
 def test_a_machine_that_waits_for_the_answer_to_its_contribution_is_not_lost(tmp_path, clock):
     service = opened(tmp_path / "run", clock, beat_s=1.0)
     hand = Hand(service, "m")
     hand.take()
-    service.machines.present[hand.machine].committing = True
+    service.state.roster.present[hand.id].commits_under_way = 1
     for _ in range(100):
         clock.now += 1.0
-        service.tick()
-    assert [m.name for m in service.machines] == ["m"]
+        service.housekeeping.tick()
+    assert [m.name for m in service.state.roster] == ["m"]
 
 
 def test_one_machine_does_the_rounds_of_all_workers_and_each_gets_its_share(tmp_path, clock):
@@ -290,17 +290,16 @@ def test_one_machine_does_the_rounds_of_all_workers_and_each_gets_its_share(tmp_
     hand = Hand(service, "m")
     for seed in range(12):
         hand.work(seed)
-    assert service.recorded.synchronizer.arrivals_of == [4, 4, 4]
-    assert service.ended == "finished"
+    assert service.state.run.synchronizer.arrivals_of == [4, 4, 4]
+    assert service.state.ended.kind == "finished"
 
 
 def test_more_machines_than_workers_wait_for_a_seat(tmp_path, clock):
     service = opened(tmp_path / "run", clock)
     hands = [Hand(service, f"m{i}") for i in range(4)]
-    assert ["wait" in hand.take() for hand in hands] == [False, False, False, True]
-    service.leave(hands[1].machine)
-    answer = hands[3].take()
-    assert answer["worker"] == 1
+    assert [isinstance(hand.take(), Wait) for hand in hands] == [False, False, False, True]
+    hands[1].leave()
+    assert hands[3].take().worker == 1
 
 
 def test_behind_a_barrier_one_machine_serves_all_workers(tmp_path, clock):
@@ -309,10 +308,10 @@ def test_behind_a_barrier_one_machine_serves_all_workers(tmp_path, clock):
     workers = []
     for seed in range(6):
         hand = hands[seed % 2]
-        workers.append(hand.take()["worker"])
+        workers.append(hand.take().worker)
         hand.hand_in(delta(seed))
     assert sorted(workers[:3]) == sorted(workers[3:]) == [0, 1, 2]
-    assert service.recorded.synchronizer.outer_step == 2
+    assert service.state.run.synchronizer.outer_step == 2
 
 
 def test_a_machine_too_far_behind_is_told_so_and_gets_a_fresh_round(tmp_path, clock):
@@ -321,22 +320,24 @@ def test_a_machine_too_far_behind_is_told_so_and_gets_a_fresh_round(tmp_path, cl
     first = slow.take()
     for seed in range(2):
         quick.work(seed)
-    assert not service.beat(slow.machine, 1)["stale"]
+    assert not slow.beat(1).too_stale
     quick.work(3)
-    assert service.beat(slow.machine, 1)["stale"]
-    service.abandon(slow.machine, "too stale")
-    assert slow.take()["version"] > first["version"]
+    assert slow.beat(1).too_stale
+    slow.abandon("too stale")
+    assert slow.take().version > first.version
+    assert service.state.book.get(slow.id).wasted == 0  # it was not its fault
 
 
 def test_dylu_gives_slow_machines_fewer_steps(tmp_path, clock):
     service = opened(tmp_path / "run", clock, steps="dylu", inner_steps=20)
     quick, slow = Hand(service, "quick"), Hand(service, "slow")
-    service.beat(quick.machine, 0, 1.0)
-    service.beat(slow.machine, 0, 4.0)
-    assert (quick.take()["inner_steps"], slow.take()["inner_steps"]) == (20, 5)
+    assert (quick.take().inner_steps, slow.take().inner_steps) == (20, 20)  # nothing was measured yet
+    clock.now += 20.0
     quick.hand_in(delta(1))
+    clock.now += 60.0
     slow.hand_in(delta(2))
-    assert sorted(line["inner_steps"] for line in tape(tmp_path / "run")) == [5, 20]
+    assert (quick.take().inner_steps, slow.take().inner_steps) == (20, 5)
+    assert [round(m.pace_s, 9) for m in service.admin.status().machines] == [1.0, 4.0]
 
 
 # ---- honest
@@ -345,14 +346,14 @@ def test_dylu_gives_slow_machines_fewer_steps(tmp_path, clock):
 def test_a_run_without_enough_machines_pauses_and_goes_on_when_they_are_there(tmp_path, clock):
     service = opened(tmp_path / "run", clock, min_workers=2)
     one = Hand(service, "one")
-    assert one.take() == {"wait": "1 of at least 2 machines are here"}
+    assert one.take() == Wait(kind="paused", text="1 of at least 2 machines are here")
     two = Hand(service, "two")
-    assert "wait" not in one.take()
-    assert "wait" not in two.take()
-    service.leave(two.machine)
-    assert one.hand_in(delta(1))["verdict"] == "applied"  # what is under way still counts
-    assert "wait" in one.take()
-    assert service.status()["paused"]
+    assert isinstance(one.take(), Assignment)
+    assert isinstance(two.take(), Assignment)
+    two.leave()
+    assert one.hand_in(delta(1)).verdict == "applied"  # what is under way still counts
+    assert isinstance(one.take(), Wait)
+    assert service.admin.status().paused.kind == "machines"
 
 
 def test_a_pause_that_a_kill_fell_into_ends_when_the_run_goes_on(tmp_path, clock):
@@ -362,17 +363,17 @@ def test_a_pause_that_a_kill_fell_into_ends_when_the_run_goes_on(tmp_path, clock
         one, two = Hand(service, "one"), Hand(service, "two")
         for seed in range(arrivals_before):
             one.work(seed)
-        service.leave(two.machine)
-        service.tick()
-        assert service.paused == "1 of at least 2 machines are here"
+        two.leave()
+        service.housekeeping.tick()
+        assert service.state.paused == Paused(kind="machines", text="1 of at least 2 machines are here")
         service.close()  # without an end: a kill does no more
         service = opened(tmp_path / folder, clock, min_workers=2, participation=100)
-        assert service.paused == "1 of at least 2 machines are here"
+        assert service.state.paused == Paused(kind="machines", text="1 of at least 2 machines are here")
         Hand(service, "two"), Hand(service, "one")
-        assert not service.paused
-        events = (event for event, _, _ in read_events(tmp_path / folder / "journal" / "events.jsonl"))
-        noted = [event["reason"] for event in events if event["event"] in ("pause", "go-on")]
-        assert noted[-2:] == ["1 of at least 2 machines are here", ""] and all(a != b for a, b in itertools.pairwise(noted))
+        assert not service.state.paused
+        events = (event for event, _ in read_events(tmp_path / folder / FOLDER))
+        noted = [type(event) for event in events if isinstance(event, Pause | Resume)]
+        assert noted[-2:] == [Pause, Resume] and all(a != b for a, b in itertools.pairwise(noted))
 
 
 def test_who_holds_a_round_from_before_a_restart_is_here_when_it_was_heard_of(tmp_path, clock):
@@ -381,30 +382,47 @@ def test_who_holds_a_round_from_before_a_restart_is_here_when_it_was_heard_of(tm
     hand.take()
     service.close()
     service = opened(tmp_path / "run", clock)
-    assert [(machine["name"], machine["away"]) for machine in service.status()["machines"]] == [("one", True)]
-    service.beat(hand.machine, 1)
-    assert [(machine["name"], machine["away"]) for machine in service.status()["machines"]] == [("one", False)]
+    hand.service = service
+    assert [(machine.name, machine.is_away) for machine in service.admin.status().machines] == [("one", True)]
+    hand.beat(1)
+    assert [(machine.name, machine.is_away) for machine in service.admin.status().machines] == [("one", False)]
 
 
 def test_contributions_are_counted_over_restarts(tmp_path, clock):
+    ticket = None
     for started in range(3):
         service = opened(tmp_path / "run", clock, participation=100)
-        hand = Hand(service, "one")
+        hand = Hand(service, "one", ticket)
+        ticket = hand.ticket
         for seed in range(3):
             hand.work(10 * started + seed)
-        assert [machine["arrivals"] for machine in service.status()["machines"]] == [3 * (started + 1)]
-        service.leave(hand.machine)
+        assert [machine.arrivals for machine in service.admin.status().machines] == [3 * (started + 1)]
+        hand.leave()
         service.close()
 
 
-def test_one_that_comes_back_under_another_id_counts_once(tmp_path, clock):
+def test_participation_counts_machines_by_what_they_prove_not_by_their_names(tmp_path, clock):
+    """One machine that leaves and comes back three times is one; two of the same name are two."""
     service = opened(tmp_path / "run", clock)
+    ticket = None
     for seed in range(3):
-        hand = Hand(service, "one")
+        hand = Hand(service, "one", ticket)
+        ticket = hand.ticket
         hand.work(seed)
-        service.leave(hand.machine)
-    assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1]
-    assert len({line["machine"] for line in tape(tmp_path / "run")}) == 3
+        hand.leave()
+    twin = Hand(service, "one")
+    twin.work(3)
+    assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1, 2]
+    assert [line["machine"] for line in tape(tmp_path / "run")] == [ticket.machine] * 3 + [twin.id]
+
+
+def test_two_machines_of_one_name_satisfy_min_workers(tmp_path, clock):
+    service = opened(tmp_path / "run", clock, min_workers=2, participation=4, arrivals=30)
+    one, two = Hand(service, "host"), Hand(service, "host")
+    for seed in range(20):
+        (one if seed % 2 else two).work(seed)
+        service.housekeeping.tick()
+        assert service.state.paused is None
 
 
 def test_a_pause_that_lasts_too_long_ends_the_run_and_it_can_be_taken_up(tmp_path, clock):
@@ -412,12 +430,13 @@ def test_a_pause_that_lasts_too_long_ends_the_run_and_it_can_be_taken_up(tmp_pat
     hand = Hand(service, "m")
     for _ in range(62):
         clock.now += 1.0
-        service.tick()
-    assert service.failed and "1 of at least 2 machines are here, for more than 60 s" in service.ended
-    refuses("ended", hand.take)
+        service.housekeeping.tick()
+    assert service.state.ended.kind == "gave-up"
+    assert "1 of at least 2 machines are here, for more than 60 s" in service.state.ended.text
+    refuses(Code.ENDED, hand.take)
     service.close()
     service = opened(tmp_path / "run", clock, min_workers=1)
-    assert not service.ended and Hand(service, "m").work(1)["verdict"] == "applied"
+    assert not service.state.ended and Hand(service, "m").work(1).verdict == "applied"
 
 
 def test_machines_that_are_here_but_do_not_contribute_do_not_count(tmp_path, clock):
@@ -425,13 +444,13 @@ def test_machines_that_are_here_but_do_not_contribute_do_not_count(tmp_path, clo
     busy, idle = Hand(service, "busy"), Hand(service, "idle")
     for seed in range(4):
         busy.work(seed)
-    service.tick()
-    assert service.paused == "only 1 machines contributed to the last 4 arrivals, and at least 2 must"
-    assert "wait" in busy.take()
-    assert idle.work(5)["verdict"] == "applied"  # the others may
-    service.tick()
-    assert not service.paused
-    assert busy.work(6)["verdict"] == "applied"
+    service.housekeeping.tick()
+    assert service.state.paused.kind == "participation"
+    assert busy.take().kind == "paused"
+    assert idle.work(5).verdict == "applied"  # the others may
+    service.housekeeping.tick()
+    assert not service.state.paused
+    assert busy.work(6).verdict == "applied"
     assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1, 1, 2, 2]
 
 
@@ -439,9 +458,9 @@ def test_the_status_tells_who_is_here_and_who_contributes(tmp_path, clock):
     service = opened(tmp_path / "run", clock)
     hand, _ = Hand(service, "m"), Hand(service, "idle")
     hand.work(1)
-    found = service.status()
-    assert found["participants"] == ["m"] and {m["name"] for m in found["machines"]} == {"m", "idle"}
-    assert (found["arrivals"], found["planned"], found["ended"], found["paused"]) == (1, 20, "", "")
+    status = service.admin.status()
+    assert status.participants == (hand.id,) and {m.name for m in status.machines} == {"m", "idle"}
+    assert (status.arrivals, status.planned, status.ended, status.paused) == (1, 20, None, None)
 
 
 # ---- ends
@@ -454,13 +473,13 @@ def test_the_last_arrival_ends_the_run_and_what_comes_later_is_told(tmp_path, cl
     hand.work(1)
     key = hand.take() and hand.key
     ack = hand.hand_in(delta(2))
-    assert service.ended == "finished"
-    refuses("ended", late.hand_in, delta(3))
+    assert service.state.ended.kind == "finished"
+    refuses(Code.ENDED, late.hand_in, delta(3))
     assert hand.hand_in(delta(2), key) == ack  # whoever missed the answer still gets it
-    service.save_if_due()
+    service.housekeeping.save_if_due()
     service.close()
     service = opened(tmp_path / "run", clock, arrivals=2)
-    assert service.ended == "finished"
+    assert service.state.ended.kind == "finished"
 
 
 def test_a_stopped_run_is_saved_and_goes_on(tmp_path, clock):
@@ -468,12 +487,13 @@ def test_a_stopped_run_is_saved_and_goes_on(tmp_path, clock):
     hand = Hand(service, "m")
     hand.work(1)
     hand.take()
-    service.stop("stopped")
-    digest = service.recorded.digest()
-    refuses("ended", hand.hand_in, delta(2))
+    service.admin.stop("somebody stopped it")
+    assert service.state.ended == Ended(kind="stopped", text="somebody stopped it")
+    digest = service.state.run.digest()
+    refuses(Code.ENDED, hand.hand_in, delta(2))
     service.close()
     service = opened(tmp_path / "run", clock)
-    assert service.recorded.digest() == digest and not service.recorded.synchronizer.held
+    assert service.state.run.digest() == digest and not service.state.run.synchronizer.held
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk, clock):
@@ -483,12 +503,11 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
     hand.take()
     before = state(service)
     fill_disk(small_disk / "ballast")
-    error = refuses("disk", hand.hand_in, delta(2))
-    assert "free some space" in str(error)
+    assert "free some space" in refuses(Code.DISK, hand.hand_in, delta(2)).text
     assert state(service) == before
     (small_disk / "ballast").unlink()
-    assert hand.hand_in(delta(2))["verdict"] == "applied"
-    assert not service.failed
+    assert hand.hand_in(delta(2)).verdict == "applied"
+    assert not service.state.has_failed
     service.close()
 
 
@@ -496,21 +515,17 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
 
 
 def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_path):
-    from small_cluster import config
-
     service = external_run(config(), tmp_path / "run")
     link, layout = LocalLink(service), Layout.of(model())
-    refuses("no-model", link.join, "m", returning=None, pace_s=None, layout=None)
-    machine = link.join("m", returning=None, pace_s=None, layout=layout)
-    assert machine["needs_model"]
-    assert service.next_round(machine["machine"]) == {"wait": "the run has no model yet"}
+    refuses(Code.NO_MODEL, link.join, "m", returning=None, layout=None)
+    joined = link.join("m", returning=None, layout=layout)
+    assert joined.needs_model
+    assert service.rounds.next(joined.ticket).kind == "no-model"
     bad = {**model(), "parameter.1": torch.full((4,), math.nan)}
-    refuses("not-finite", link.send_model, machine["machine"], layout, bad, NAMES)
-    service._model.restart()
-    link.send_model(machine["machine"], layout, model(), NAMES)
-    refuses("has-model", link.send_model, machine["machine"], layout, model(), NAMES)
+    refuses(Code.NOT_FINITE, link.send_model, joined.ticket, layout, bad, NAMES)
+    link.send_model(joined.ticket, layout, model(), NAMES)
+    refuses(Code.HAS_MODEL, link.send_model, joined.ticket, layout, model(), NAMES)
     other = Layout.of({**model(), "parameter.0": torch.zeros(5, 4)})
-    error = refuses("layout", link.join, "m", returning=None, pace_s=None, layout=other)
-    assert "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in str(error)
-    assert not link.join("n", returning=None, pace_s=None, layout=layout)["needs_model"]
+    assert "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
+    assert not link.join("n", returning=None, layout=layout).needs_model
     service.close()

@@ -2,7 +2,7 @@
 
 
 class UserError(ValueError):
-    """Something the user can mend: the message names the cause and the remedy. The command line prints it and exits with 2."""
+    """Something the user can fix: the message names the cause and the remedy. The command line prints it and exits with 2."""
 
 
 class RunStopped(RuntimeError):

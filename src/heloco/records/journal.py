@@ -83,12 +83,15 @@ def contribution_numbers(folder: Path) -> list[int]:
 
 def first_mark(folder: Path) -> Mark:
     """Where the oldest segment that is still there begins."""
-    for position, path in segments(folder):
-        with path.open("rb") as file, contextlib.suppress(msgspec.MsgspecError):
-            header = msgspec.json.decode(file.readline(), type=_Header)
-            if header.segment.position == position:
-                return header.segment
-    return Mark()
+    marks = (_header_of(path) for _, path in segments(folder))
+    return next((mark for mark in marks if mark is not None), Mark())
+
+
+def _header_of(path: Path) -> Mark | None:
+    """Where a segment says that it begins; None where it does not."""
+    with path.open("rb") as file, contextlib.suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(file.readline(), type=_Header).segment
+    return None
 
 
 def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event, Mark]]:
@@ -112,8 +115,8 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
 
 
 def _reaches(folder: Path, known: list[tuple[int, Path]], mark: Mark) -> bool:
-    """Whether the journal has a line that ends at the mark with the mark's seal; the very beginning is always there."""
-    if mark.number == 0:
+    """Whether the journal has a line that ends at the mark with the mark's seal, or a segment that begins there."""
+    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in known):
         return True
     base, path = max((each for each in known if each[0] < mark.position), default=(0, folder / "missing"))
     if not path.is_file() or path.stat().st_size < mark.position - base:
@@ -187,7 +190,7 @@ class Journal:
         self._folder_handle = os.open(self.folder, os.O_RDONLY)
         self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
         self.acknowledged = self._read_acknowledged()
-        """The number of the last event that was durable when a contribution was acknowledged."""
+        """The number of the last event that was durable when a contribution was acknowledged; -1: that is not known."""
         self._file = -1
         try:
             self.end = self._find_end(since)
@@ -200,8 +203,10 @@ class Journal:
         make_folder_durable(run)
 
     def _read_acknowledged(self) -> int:
-        text = os.pread(self._acknowledged_handle, 64, 0).strip(b"\0\n ")
-        return int(text) if text.isdigit() else 0
+        text = os.pread(self._acknowledged_handle, 64, 0).strip(b"\n")
+        if not text and not segments(self.folder):
+            return 0  # a new journal
+        return int(text) if text.isdigit() else -1
 
     def _find_end(self, since: Mark) -> Mark:
         known = segments(self.folder)
@@ -218,7 +223,7 @@ class Journal:
             for _, mark in read_events(self.folder, since):
                 end = mark
         except JournalDamaged as damage:
-            if damage.good.number < self.acknowledged:
+            if damage.good.number < self.acknowledged or self.acknowledged < 0:
                 raise
             end = damage.good  # what comes after it was never acknowledged
         if end.number < self.acknowledged:

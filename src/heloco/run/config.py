@@ -238,7 +238,7 @@ def read_toml(path: Path, overridden: Iterable[str] = ()) -> dict[str, Any]:
             f"The config file {path} cannot be read ({error.strerror}): give a TOML file that you may read."
         ) from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
+        raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
     return parse_toml(text, str(path), overridden)
 
 
@@ -247,7 +247,7 @@ def parse_toml(text: str, path: str, overridden: Iterable[str] = ()) -> dict[str
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error}): mend that line.") from error
+        raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
     values: dict[str, Any] = {}
     effective = document.pop("effective", False) is True
     for section, entries in document.items():

@@ -125,7 +125,7 @@ def _study(name: str, text: str, where: str) -> Study:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where} is not valid TOML ({error}): mend that line.") from error
+        raise UserError(f"{where} is not valid TOML ({error}): fix that line.") from error
     known = ("title", "about", "like", "settings", "small", "rows", "methods", "paper", "tables", "figures")
     for key, value in document.items():
         if key not in known:

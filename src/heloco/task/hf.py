@@ -213,5 +213,5 @@ def sentences(source: str) -> Iterator[None]:
     except Exception as error:  # transformers raises about everything: OSError, ValueError, KeyError, RuntimeError, …
         said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
-            f"transformers cannot make a causal language model of {source} ({said}): mend it, or give another."
+            f"transformers cannot make a causal language model of {source} ({said}): fix it, or give another."
         ) from error

@@ -8,7 +8,7 @@ from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.rounds import Rounds
 from heloco.cluster.server.state import ServiceState
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 
 TICK_S = 0.2
 STANDSTILL_S = 2.0
@@ -63,6 +63,8 @@ class Housekeeping:
                 checkpoints.save_if_due(state.run)
             except UserError as error:  # a full disk, say: the journal has everything, so only the checkpoint is missing
                 log.warning("No checkpoint could be made: %s", error)
+            except RunStopped as error:  # an fsync failed
+                state.end("failed", str(error))
 
 
 class Housekeeper(threading.Thread):

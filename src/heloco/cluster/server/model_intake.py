@@ -10,7 +10,7 @@ from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_disk
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 from heloco.finite import is_finite
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, mapped
@@ -99,6 +99,9 @@ class ModelIntake:
                 run, starts = self._found_run(upload.layout, tensors, list(commit.names))
             except UserError as error:
                 raise Refused(Code.MODEL, str(error)) from error
+            except RunStopped as error:
+                state.end("failed", str(error))
+                raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
             self.drop()
             self._serve(run, starts)
 

@@ -1,5 +1,6 @@
 """From a config, or from a run's folder, to a service that runs."""
 
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ from torch import Tensor, nn
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.resumption import Resumption
 from heloco.cluster.server.service import Service
-from heloco.cluster.server.transfers import SnapshotStore
+from heloco.cluster.server.transfers import ROUNDS, SnapshotStore
 from heloco.engine.build import build_parts, build_synchronizer, pick_device
 from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
+from heloco.records.journal import FOLDER as JOURNAL
+from heloco.records.journal import read_events
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.folder import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.task import Scores, ShardInfo, Task
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
@@ -158,9 +162,16 @@ def external_run(
     def found_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
         model = BroughtModel(layout, tensors, names)
         run = build(model, RunFolder.create(path, config, _describe(task, config, model), among=_OURS))
-        return run, begin(run)[0]
+        try:
+            return run, begin(run)[0]
+        except BaseException:
+            run.close()
+            _remove_half_founded(path)
+            raise
 
-    if (path / "config.toml").exists():
+    if (path / CONFIG).exists() and not has_begun(path):
+        _remove_half_founded(path)
+    if (path / CONFIG).exists():
         folder = RunFolder.open(path)
         return _begun(build(remembered_model(folder), folder), clock, found_run)
     path.mkdir(parents=True, exist_ok=True)
@@ -170,6 +181,22 @@ def external_run(
 
 _OURS = ("run-id", "model.partial", "credentials", "workers", "ray", "incoming")
 """What may be in the folder before the model is there."""
+_FOUNDED = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
+"""What is made when the model is there; the first checkpoint comes last."""
+
+
+def has_begun(path: Path) -> bool:
+    """Whether an external run has its first checkpoint, or had one: then its journal has events."""
+    return bool(list((path / CHECKPOINTS).glob("arrival-*"))) or any(True for _ in read_events(path / JOURNAL))
+
+
+def _remove_half_founded(path: Path) -> None:
+    """What a kill or a full disk left of a run that was being founded: the next machine brings its model again."""
+    for name in _FOUNDED:
+        if (path / name).is_dir():
+            shutil.rmtree(path / name)
+        else:
+            (path / name).unlink(missing_ok=True)
 
 
 def _describe(task: Any, config: RunConfig, model: BroughtModel) -> dict[str, Any]:

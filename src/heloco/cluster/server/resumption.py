@@ -93,13 +93,23 @@ class Resumption:
         served = checkpoints.served_state(state)
         if short := self.folder.shorter_than(state["tape_bytes"], state["evals_bytes"]):
             return str(short)
-        for held in state["books"]["held"]:
-            version = held[2]
+        for version in self._versions_still_held(state, served.journal):
             if version < state["books"]["outer_step"] and not self.starts.adopt(version, served.start_digests[version]):
                 return str(self.starts.path(version))
         if not is_newest and (missing := self._missing_contribution(served.journal)):
             return missing
         return ""
+
+    def _versions_still_held(self, state: dict[str, Any], since: Mark) -> set[int]:
+        """Of the rounds that were under way at the checkpoint and still are at the end of the journal."""
+        versions = {worker: version for worker, _, version, *_ in state["books"]["held"]}
+        try:
+            for event, _ in read_events(self.folder.path / FOLDER, since):
+                if isinstance(event, Receive | Abandon):
+                    versions.pop(event.worker, None)
+        except JournalDamaged:
+            pass  # opening the journal says what is wrong with it
+        return set(versions.values())
 
     def _missing_contribution(self, since: Mark) -> str:
         folder = self.folder.path / FOLDER

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from heloco.cluster.protocol.messages import Ended, EndKind, Paused, Ticket
 from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.roster import Machine, Roster
@@ -16,6 +17,7 @@ from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_d
 from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
 from heloco.records.journal import FOLDER as JOURNAL
+from heloco.records.journal import JournalTaken
 from heloco.run.config import RunConfig
 
 
@@ -85,6 +87,8 @@ class ServiceState:
                 self.end("failed", f"{self.folder} cannot be written ({error.strerror}).")
                 raise Refused(Code.AWAY, "The synchronizer has stopped: its disk failed.") from error
             except (UserError, RunStopped) as error:
+                if isinstance(error, JournalTaken):  # nothing was changed, and what was acknowledged is only in memory any more
+                    checkpoints.save(self.run)
                 self.end("failed", str(error))
                 raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
             except BaseException as error:

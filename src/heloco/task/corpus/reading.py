@@ -165,7 +165,7 @@ def _field_of(line: str, field: str, where: str) -> str:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(
-            f"{where} is not valid JSON ({error}): mend or remove that line; every line must be one JSON object."
+            f"{where} is not valid JSON ({error}): fix or remove that line; every line must be one JSON object."
         ) from error
     if not isinstance(row, dict):
         raise UserError(
@@ -188,7 +188,7 @@ def _text(value: object, field: str, where: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: the text has half a surrogate pair at character {error.start}: mend or remove that row."
+            f"{where}: the text has half a surrogate pair at character {error.start}: fix or remove that row."
         ) from error
     return value
 
