@@ -18,14 +18,14 @@ def refused_with(ask):
 
 
 ACTS = {
-    "take its round": lambda s, t, k: s.rounds.next(t),
+    "take its round": lambda s, t, _: s.rounds.next(t),
     "fetch its start": lambda s, t, k: s.rounds.start(t, k),
-    "give its round back": lambda s, t, k: s.rounds.abandon(t, "mine"),
+    "give its round back": lambda s, t, _: s.rounds.abandon(t, "mine"),
     "look at its upload": lambda s, t, k: s.contributions.progress(t, k),
     "upload for it": lambda s, t, k: s.contributions.upload(t, k),
     "hand in for it": lambda s, t, k: s.contributions.commit(t, k, ContributionReport(digest=NO_DIGEST)),
-    "beat for it": lambda s, t, k: s.members.beat(t, 1),
-    "leave for it": lambda s, t, k: s.members.leave(t, "mine"),
+    "beat for it": lambda s, t, _: s.members.beat(t, 1),
+    "leave for it": lambda s, t, _: s.members.leave(t, "mine"),
 }
 
 

@@ -17,12 +17,25 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.cluster.link import Key, LinkDown, LocalLink
-from heloco.engine.cluster.service import Service
-from heloco.engine.cluster.serving import external_run, new_run
+from heloco.cluster.protocol.link import LinkDown
+from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    BeatAnswer,
+    ContributionReport,
+    RoundAnswer,
+    RoundKey,
+    RunInfo,
+    Ticket,
+)
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run, new_run
+from heloco.cluster.server.service import Service
+from heloco.records.events import Abandon
+from heloco.records.journal import FOLDER, read_events
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task.images import ImagesTask
 
@@ -53,37 +66,36 @@ class Heard(LocalLink):
 
     def __init__(self, service: Service) -> None:
         super().__init__(service)
-        self.contributions: dict[Key, list[Tensor]] = {}
-        self.reports: dict[Key, dict[str, Any]] = {}
-        self.starts: dict[Key, list[Tensor]] = {}
+        self.contributions: dict[RoundKey, list[Tensor]] = {}
+        self.reports: dict[RoundKey, ContributionReport] = {}
+        self.starts: dict[RoundKey, list[Tensor]] = {}
         self.memory: set[int] = set()
         """Where the starts lie."""
 
-    def fetch(self, machine: str, key: Key, layout: Any) -> dict[str, Tensor]:
-        start = super().fetch(machine, key, layout)
+    def fetch(self, ticket: Ticket, key: RoundKey, layout: Any, digest: str) -> dict[str, Tensor]:
+        start = super().fetch(ticket, key, layout, digest)
         self.starts[key] = [t.clone() for name, t in start.items() if name.startswith("parameter.")]
         self.memory |= {t.untyped_storage().data_ptr() for t in start.values()}
         return start
 
-    def hand_in(self, machine: str, key: Key, layout: Any, tensors: Any, report: dict[str, Any]) -> dict[str, Any]:
+    def hand_in(self, ticket: Ticket, key: RoundKey, layout: Any, tensors: Any, report: ContributionReport) -> Acknowledgement:
         assert {t.untyped_storage().data_ptr() for t in tensors.values()} <= self.memory, "another copy of the model"
         self.contributions[key] = [t.clone() for name, t in tensors.items() if name.startswith("pseudo_gradient.")]
         self.reports[key] = report
-        return super().hand_in(machine, key, layout, tensors, report)
+        return super().hand_in(ticket, key, layout, tensors, report)
 
 
 def tape(service: Service) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (service.folder / "tape.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (service.state.folder / "tape.jsonl").read_text().splitlines()]
 
 
-def journal(service: Service, kind: str) -> list[dict[str, Any]]:
-    lines = (service.folder / "journal" / "events.jsonl").read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event.get("event") == kind]
+def abandoned(service: Service) -> list[Abandon]:
+    return [event for event, _ in read_events(service.state.folder / FOLDER) if isinstance(event, Abandon)]
 
 
 def outer(service: Service) -> list[Tensor]:
-    assert service.recorded is not None
-    return [p.detach() for p in service.recorded.synchronizer.parameters]
+    assert service.state.run is not None
+    return [p.detach() for p in service.state.run.synchronizer.parameters]
 
 
 def values(model: nn.Module) -> list[Tensor]:
@@ -203,7 +215,7 @@ def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
     done = in_threads(*(lambda i=i: script.train(links[i], steps=400, seed=i) for i in range(2)))
 
     lines = tape(service)
-    assert [line["arrival"] for line in lines] == list(range(1, 15)) and service.ended == "finished"
+    assert [line["arrival"] for line in lines] == list(range(1, 15)) and service.state.ended.kind == "finished"
     assert {line["worker"] for line in lines} == {0, 1} and len({line["machine"] for line in lines}) == 2
     assert all((line["inner_steps"], line["samples"]) == (10, 160) for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
@@ -212,14 +224,14 @@ def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
         assert len(losses) < 400 and losses[-1] < losses[0] - 0.3
         assert_same(values(model), outer(service))
 
-    first = next(start for link in links for key, start in link.starts.items() if key[0] < 2 and key[2] == 0)
+    first = next(start for link in links for key, start in link.starts.items() if key.worker < 2 and key.version == 0)
     theta = [t.clone() for t in first]
     rule = heloco.HeLoCo(theta, reorient="ramp", weigh="before")
     for line in lines:
         key = (line["worker"], line["round"], line["version"])
         rule.step(weight=line["weight"], pseudo_gradients=carried[key])
         told = next(link.reports[key] for link in links if key in link.reports)
-        assert told["loss"] == line["loss"] and told["last_loss"] == line["last_loss"]
+        assert told.loss == line["loss"] and told.last_loss == line["last_loss"]
     assert_same(theta, outer(service))
 
 
@@ -287,7 +299,7 @@ def test_when_the_run_ends_the_loop_ends(serve, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said == [
         "Joined this process as worker 0 of 1, 2 steps a round.",
-        "The run has ended: finished. After 3 contributions from here; its model is loaded.",
+        "The run has ended: all arrivals are in. After 3 contributions from here; its model is loaded.",
     ]
 
 
@@ -319,7 +331,7 @@ def test_a_loop_may_go_on_alone(serve):
         assert_same(values(model), outer(service))
         step(model, optimizer, next(data))
     assert not all(map(torch.equal, values(model), outer(service)))
-    assert service.machines.present == {}
+    assert service.state.roster.present == {}
 
 
 def test_an_ended_run_cannot_be_joined(serve):
@@ -329,7 +341,7 @@ def test_an_ended_run_cannot_be_joined(serve):
     with heloco.join(LocalLink(service), model, optimizer, tell=quiet):
         for batch in batches():
             step(model, optimizer, batch)
-    with pytest.raises(heloco.UserError, match=r"nothing to join at this process\. The run has ended: finished"):
+    with pytest.raises(heloco.UserError, match=r"nothing to join at this process\. The run has ended: all arrivals are in"):
         heloco.join(LocalLink(service), model, optimizer).__enter__()
     assert not optimizer._optimizer_step_post_hooks
 
@@ -342,7 +354,7 @@ def test_a_run_that_is_stopped_gives_its_model_to_those_in_the_middle_of_a_round
         data = batches()
         for _ in range(3):
             step(model, optimizer, next(data))
-        service.stop("enough")
+        service.admin.stop("enough")
         for batch in data:
             step(model, optimizer, batch)
     assert run.ended and run.arrivals == 1
@@ -351,10 +363,8 @@ def test_a_run_that_is_stopped_gives_its_model_to_those_in_the_middle_of_a_round
 
 def test_its_model_may_be_out_of_reach(serve):
     class NoFinal(LocalLink):
-        def fetch(self, machine: str, key: Key, layout: Any) -> dict[str, Tensor]:
-            if key[0] == 1:
-                raise LinkDown("gone.")
-            return super().fetch(machine, key, layout)
+        def fetch_final(self, *_: Any) -> dict[str, Tensor]:
+            raise LinkDown("gone.")
 
     service, said = serve(inner_steps=2, arrivals=1), []
     model = net()
@@ -379,7 +389,7 @@ def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, how, capsy
             data = batches()
             for _ in range(7):
                 step(model, optimizer, next(data))
-            assert [(m.name, m.round[:2]) for m in service.machines if m.round] == [("mine", (0, 1))]
+            assert [(m.name, m.round[:2]) for m in service.state.roster if m.round] == [("mine", (0, 1))]
             if how:
                 raise how
 
@@ -388,8 +398,8 @@ def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, how, capsy
             loop()
     else:
         loop()
-    assert not optimizer._optimizer_step_post_hooks and service.machines.present == {}
-    assert len(tape(service)) == 1 and len(journal(service, "abandon")) == 1
+    assert not optimizer._optimizer_step_post_hooks and service.state.roster.present == {}
+    assert len(tape(service)) == 1 and len(abandoned(service)) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "Left this process after 1 contributions; 2 steps of a round that was not done are given up."
     step(model, optimizer, next(batches()))  # an optimizer like any other again
@@ -399,10 +409,10 @@ def test_ctrl_c_ends_a_wait_in_the_hook(serve):
     class Away(LocalLink):
         asked = 0
 
-        def next_round(self, machine: str, wait_s: float) -> dict[str, Any]:
+        def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
             self.asked += 1
             if self.asked == 1:
-                return super().next_round(machine, wait_s)
+                return super().next_round(ticket, wait_s)
             if self.asked == 3:
                 signal.raise_signal(signal.SIGINT)
             raise LinkDown("It does not answer.")
@@ -419,7 +429,7 @@ def test_ctrl_c_ends_a_wait_in_the_hook(serve):
 
 def test_patience_ends(serve):
     class Away(LocalLink):
-        def describe(self) -> dict[str, Any]:
+        def describe(self) -> RunInfo:
             raise LinkDown("It does not answer.")
 
     model = net()
@@ -506,7 +516,7 @@ def test_an_odd_model_travels_whole(serve):
         assert not model.norm.training and model.training
         for batch in batches():
             step(compiled, optimizer, batch)
-    meta = json.loads((service.folder / "run.json").read_text())
+    meta = json.loads((service.state.folder / "run.json").read_text())
     assert [block["name"] for block in meta["blocks"]] == ["a.weight", "norm.weight", "norm.bias", "low.weight"]
     assert meta["buffers"] == ["mask", "seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     assert_same(link.starts[0, 0, 0], start)
@@ -555,8 +565,8 @@ def test_a_round_that_comes_too_late_is_given_up_for_a_fresh_one(serve):
     class Late(LocalLink):
         late = False
 
-        def beat(self, *about: Any) -> dict[str, Any]:
-            return super().beat(*about) | {"stale": self.late}
+        def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
+            return structs.replace(super().beat(ticket, steps), too_stale=self.late)
 
     service, said = serve(inner_steps=1_000_000, beat_s=0.01), []
     link, model = Late(service), net()
@@ -570,11 +580,11 @@ def test_a_round_that_comes_too_late_is_given_up_for_a_fresh_one(serve):
         link.late = False
         assert run.round == 1 and len(said) == 2 and "too late to be used" in said[1]
         assert_same(values(model), start)
-    assert journal(service, "abandon")[0]["reason"] == "its contribution would come too late to be used"
+    assert abandoned(service)[0].text == "its contribution would come too late to be used"
 
 
 def test_rounds_that_come_to_nan_are_given_up_and_at_last_the_machine(serve):
-    service, said = serve(inner_steps=1, arrivals=9), []
+    service, said = serve(inner_steps=1, arrivals=9, beat_s=0.02), []
     model = net()
     optimizer = adam(model)
     good = next(batches())
@@ -612,11 +622,13 @@ def test_the_service_is_lost_and_comes_back_and_each_contribution_counts_once(se
     class Cut(Heard):
         lost = 0
 
-        def hand_in(self, machine: str, key: Key, layout: Any, tensors: Any, report: dict[str, Any]) -> dict[str, Any]:
-            answer = super().hand_in(machine, key, layout, tensors, report)
-            if key[1] in (2, 4) and self.lost < (key[1] // 2):
+        def hand_in(
+            self, ticket: Ticket, key: RoundKey, layout: Any, tensors: Any, report: ContributionReport
+        ) -> Acknowledgement:
+            answer = super().hand_in(ticket, key, layout, tensors, report)
+            if key.round in (2, 4) and self.lost < (key.round // 2):
                 self.lost += 1
-                if key[1] == 4:
+                if key.round == 4:
                     self.restart()
                 raise LinkDown("The answer is lost.")
             return answer
@@ -650,21 +662,21 @@ def test_two_machines_that_both_bring_a_model_agree_on_one(serve):
     """While the first sends, the second waits; nothing is mixed."""
     service = serve(paces=[1.0, 1.0])
     first, second = net(0), net(1)
-    waiting = threading.Event()
+    begun, waiting = threading.Event(), threading.Event()
 
     class Slow(LocalLink):
-        def send_model(self, machine: str, layout: Any, tensors: Any, names: list[str]) -> None:
-            incoming = self.service.incoming_model(machine, layout)
-            incoming.write(incoming.begin(0), layout.header)
+        def send_model(self, ticket: Ticket, layout: Any, tensors: Any, names: list[str]) -> None:
+            upload = self.service.models.upload(ticket, layout)
+            upload.write(upload.begin(0), layout.header)
+            begun.set()
             assert waiting.wait(DEADLINE_S)
-            super().send_model(machine, layout, tensors, names)
+            super().send_model(ticket, layout, tensors, names)
 
     class Second(LocalLink):
-        def send_model(self, machine: str, layout: Any, tensors: Any, names: list[str]) -> None:
-            while service._model is None or not service._model.size:
-                assert not waiting.wait(0.001)
+        def send_model(self, ticket: Ticket, layout: Any, tensors: Any, names: list[str]) -> None:
+            assert begun.wait(DEADLINE_S)
             try:
-                super().send_model(machine, layout, tensors, names)
+                super().send_model(ticket, layout, tensors, names)
             finally:
                 waiting.set()
 
@@ -690,7 +702,7 @@ def test_another_model_is_refused_by_the_names_of_its_blocks(serve):
             heloco.join(LocalLink(service), wider, adam(wider)).__enter__()
         with pytest.raises(heloco.UserError, match=r"parameter '3.weight' is not in the model"):
             heloco.join(LocalLink(service), deeper, adam(deeper)).__enter__()
-        assert [machine.seat for machine in service.machines] == [0]
+        assert [machine.seat for machine in service.state.roster] == [0]
 
 
 def test_a_run_with_a_task_of_its_own_takes_the_same_model_and_no_other(tmp_path):
@@ -698,7 +710,7 @@ def test_a_run_with_a_task_of_its_own_takes_the_same_model_and_no_other(tmp_path
     service = new_run(task, config(task="images", inner_steps=1, arrivals=1), tmp_path / "run")
     model, foreign = task.build_model(), net()
     next(model.parameters()).requires_grad_(False)  # the run's own machines send it all the same
-    with pytest.raises(heloco.UserError, match="this process does not take this machine: this run trains another model"):
+    with pytest.raises(heloco.UserError, match="this process does not take this machine: This run trains another model"):
         heloco.join(LocalLink(service), foreign, adam(foreign)).__enter__()
     optimizer = adam(model)
     with heloco.join(LocalLink(service), model, optimizer, tell=quiet) as run:
@@ -732,7 +744,7 @@ def test_what_cannot_be_joined_is_said(serve):
     broken = copy.deepcopy(model)
     nn.init.constant_(broken[0].bias, math.nan)
     refused("'0.bias' holds NaN or Inf", link, broken, adam(broken))
-    assert service.recorded is None and service.machines.present == {}
+    assert service.state.run is None and service.state.roster.present == {}
 
 
 # ---- several processes as one machine
@@ -741,8 +753,8 @@ RANKS = """
 import os, sys, pathlib, torch, torch.distributed as dist
 from torch import nn
 import heloco
-from heloco.engine.cluster.link import LocalLink
-from heloco.engine.cluster.serving import external_run
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run
 from heloco.run import RunConfig, resolve, with_fields
 
 folder, rank = pathlib.Path(sys.argv[1]), int(sys.argv[2])
@@ -766,7 +778,7 @@ with heloco.join(address, model, optimizer) as run:
         optimizer.zero_grad()
 assert run.ended and steps == 6 and "transformers" not in sys.modules
 if rank == 0:
-    assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), service.recorded.synchronizer.parameters))
+    assert all(torch.equal(a, b) for a, b in zip(inner.parameters(), service.state.run.synchronizer.parameters))
 try:
     heloco.join(address, model, optimizer).__enter__()
 except (heloco.UserError, heloco.RunStopped) as error:
@@ -802,30 +814,30 @@ def test_several_ranks_are_one_machine(tmp_path):
 # ---- over the network
 
 
-def test_an_unmodified_script_joins_over_https_by_its_environment(serve, tmp_path):
+def test_an_unmodified_script_joins_over_https_by_its_environment(serve):
     for part in ("httpx", "starlette", "uvicorn", "cryptography"):
         pytest.importorskip(part)
-    from heloco.engine.cluster.gateway.credentials import Credentials
-    from heloco.engine.cluster.gateway.server import GatewayServer
+    from heloco.cluster.server.process import ListenConfig, RunHost
 
     service = serve(inner_steps=4, arrivals=3)
-    credentials = Credentials.found_or_made(tmp_path / "credentials")
-    gateway = GatewayServer(service, credentials, "127.0.0.1", 0)
-    gateway.start()
+    host = RunHost(service, ListenConfig("127.0.0.1", 0))
     try:
-        environment = os.environ | {"HELOCO_ADDRESS": gateway.address, "HELOCO_TOKEN": credentials.token}
+        model = net()
+        for right in ("viewer", "admin"):
+            with pytest.raises(heloco.UserError, match=f"A {right}'s token does not allow this: it takes worker"):
+                heloco.join(host.address, model, adam(model), token=host.token(right)).__enter__()
+        environment = os.environ | {"HELOCO_ADDRESS": host.address, "HELOCO_TOKEN": host.token("worker")}
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / "plain_loop.py")], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
         )
-        model = net()
         with pytest.raises(heloco.UserError, match="does not accept the token"):
-            heloco.join(gateway.address, model, adam(model), token=other_token(credentials.token)).__enter__()
+            heloco.join(host.address, model, adam(model), token=other_token(host.token("worker"))).__enter__()
     finally:
-        gateway.stop()
+        host.close()
     assert done.returncode == 0, done.stderr
     said = done.stdout.splitlines()
-    assert said[0] == f"Joined {gateway.address} as worker 0 of 1, 4 steps a round."
-    assert said[-2] == "The run has ended: finished. After 3 contributions from here; its model is loaded."
+    assert said[0] == f"Joined {host.address} as worker 0 of 1, 4 steps a round."
+    assert said[-2] == "The run has ended: all arrivals are in. After 3 contributions from here; its model is loaded."
     assert said[-1].startswith("11 steps, the last loss is")
     assert [line["samples"] for line in tape(service)] == [64, 64, 64]
 

@@ -162,7 +162,7 @@ class HereEngine:
         from heloco.cluster.server.process import LocalWorkers, RunHost
 
         with preparing() as progress:
-            self.host = RunHost(spec, progress)
+            self.host = RunHost.open(spec, progress)
         self.address, self.notices = self.host.address, self.host.service.notices
         reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder)) if local else None

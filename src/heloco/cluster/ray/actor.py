@@ -100,7 +100,7 @@ class SynchronizerActor:
 
         def begun() -> dict[str, Any]:
             torch.set_num_threads(threads)
-            self._host = RunHost(spec)
+            self._host = RunHost.open(spec)
             self._threads = torch.get_num_threads()  # a run that is taken up goes on with as many as it had
             self._begun.set()
             return {"address": self._host.address, "notices": self._host.service.notices, "pid": os.getpid()}

@@ -116,21 +116,25 @@ class Gateway(Protocol):
 
 
 class RunHost:
-    """Serves a run from the moment it is made until `close`."""
+    """Serves a run from the moment it is made until `close`. Without `listen` there is no gateway."""
 
-    def __init__(self, spec: ServeSpec, progress: Any = None) -> None:
-        give_memory_back()
-        self.service = open_service(spec, progress)
-        self.keeper = Housekeeper(self.service.housekeeping)
+    def __init__(self, service: Service, listen: ListenConfig | None = None) -> None:
+        self.service = service
+        self.keeper = Housekeeper(service.housekeeping)
         self.tokens: TokenBook | None = None
         self.gateway: Gateway | None = None
         try:
-            if spec.listen is not None:
-                self._listen(spec.listen, Path(spec.folder))
+            if listen is not None:
+                self._listen(listen, service.state.folder)
             self.keeper.start()
         except BaseException:
-            self.service.close()
+            service.close()
             raise
+
+    @classmethod
+    def open(cls, spec: ServeSpec, progress: Any = None) -> "RunHost":
+        give_memory_back()
+        return cls(open_service(spec, progress), spec.listen)
 
     def _listen(self, listen: ListenConfig, folder: Path) -> None:
         self.tokens = TokenBook(folder / CREDENTIALS)

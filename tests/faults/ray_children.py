@@ -9,9 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fault_children import Obedient, OrderedWorker, Papers, flipped, recipe_for, work_over, write
-from heloco.engine.cluster.on_ray import RayEngine, RayLink
-from heloco.engine.cluster.on_ray import workers as workers_module
+from faults.children import Obedient, OrderedWorker, Papers, flipped, spec_for, work_over, write
+from heloco.cluster.protocol.messages import to_plain
+from heloco.cluster.ray import RayLink, RaySupervisor
+from heloco.cluster.ray import workers as workers_module
 from heloco.errors import RunStopped, UserError
 
 FOLDER, NUMBER, STEP_S = "FAULT_FOLDER", "FAULT_NUMBER", "FAULT_STEP_S"
@@ -35,7 +36,7 @@ class OrderedActor(workers_module.WorkerActor):
         return super().run()
 
 
-def serve_on_ray(recipe: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
+def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
     """As `heloco serve` does, with one worker of its own."""
     for name, value in zip((FOLDER, NUMBER, STEP_S), papers, strict=True):
         os.environ[name] = str(value)
@@ -45,9 +46,11 @@ def serve_on_ray(recipe: tuple[str, str, int], state: str, ray: dict[str, Any], 
     said = functools.partial(print, "head:", file=sys.stderr, flush=True)
     try:
         token_file = Path(ray.pop("token_file"))
-        with RayEngine(recipe_for(*recipe), workers=1, tell=said, trusted=True, token_file=token_file, **ray) as engine:
+        with RaySupervisor(spec_for(*spec), workers=1, tell=said, trusted=True, token_file=token_file, **ray) as engine:
+            tokens = {right: engine.token(right) for right in ("worker", "admin")}
             while not over:
-                write(state, {"token": engine.token, **engine.status(), "launcher": launcher_of(engine)})
+                about = {"tokens": tokens, "launcher": launcher_of(engine), "pid": engine.pid}
+                write(state, {**to_plain(engine.status()), **about})
                 with contextlib.suppress(TimeoutError):
                     engine.wait(0.02)
                     time.sleep(0.1)  # it has ended: until we are told to end too
@@ -55,7 +58,7 @@ def serve_on_ray(recipe: tuple[str, str, int], state: str, ray: dict[str, Any], 
         said(error)
 
 
-def launcher_of(engine: RayEngine) -> int:
+def launcher_of(engine: RaySupervisor) -> int:
     process = engine.cluster._process
     return process.pid if process else 0
 

@@ -12,12 +12,17 @@ from typing import Any
 import torch
 import torch._dynamo
 
-import heloco.engine.cluster.gateway.server  # noqa: F401 - so that children need not import it
-from heloco.engine.cluster.gateway.client import HttpsLink
-from heloco.engine.cluster.host import Door, Host, Recipe
-from heloco.engine.cluster.link import digest_of
-from heloco.engine.cluster.worker import Worker, task_of
-from heloco.errors import UserError
+import heloco.cluster.gateway.server  # noqa: F401 - so that children need not import it
+from heloco.cluster.client.worker import Worker, task_of
+from heloco.cluster.gateway.https_link import HttpsLink
+from heloco.cluster.protocol.link import digest_of
+from heloco.cluster.protocol.messages import to_plain
+from heloco.cluster.protocol.refusals import Refused
+from heloco.cluster.server.process import ListenConfig, RunHost, ServeSpec
+from heloco.errors import RunStopped, UserError
+
+KEPT = 3
+"""Contributions that a worker can be told to send again."""
 
 
 def serve(folder: str, config: str, port: int, state: str) -> None:
@@ -27,22 +32,29 @@ def serve(folder: str, config: str, port: int, state: str) -> None:
     signal.signal(signal.SIGTERM, lambda number, _: over.append(number))
     host = None
     try:
-        host = Host(recipe_for(folder, config, port))
-        while not over and not host.service.failed:
-            write(state, {"token": host.token, **host.status()})
+        host = RunHost.open(spec_for(folder, config, port))
+        for notice in host.service.notices:
+            print(f"synchronizer: {notice}", file=sys.stderr, flush=True)
+        tokens = {right: host.token(right) for right in ("worker", "admin")}
+        while not over and not host.service.state.has_failed:
+            write(state, {"tokens": tokens, **to_plain(host.status())})
             time.sleep(0.02)
-        write(state, {"token": host.token, **host.status()})
-    except (UserError, OSError) as error:
+        if host.service.state.has_failed:
+            print(f"synchronizer: {host.service.state.ended}", file=sys.stderr, flush=True)
+        else:
+            write(state, {"tokens": tokens, **to_plain(host.status())})
+    except (UserError, RunStopped, OSError) as error:
         print(f"synchronizer: {error}", file=sys.stderr, flush=True)
     finally:
         if host is not None:
-            with contextlib.suppress(UserError, OSError):
+            with contextlib.suppress(UserError, RunStopped, OSError):
                 host.close()
 
 
-def recipe_for(folder: str, config: str, port: int) -> Recipe:
-    begun = (Path(folder) / "config.toml").exists()
-    return Recipe(folder, "" if begun else config, config if begun else "", door=Door("127.0.0.1", port))
+def spec_for(folder: str, config: str, port: int) -> ServeSpec:
+    has_begun = (Path(folder) / "config.toml").exists()
+    listen = ListenConfig("127.0.0.1", port)
+    return ServeSpec(folder, "" if has_begun else config, config if has_begun else "", listen=listen)
 
 
 def write(path: str, content: dict[str, Any]) -> None:
@@ -61,20 +73,20 @@ class Papers:
         self._acks = os.open(Path(folder) / f"acks-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def order(self, point: str) -> str:
-        """What is to be done at this point, once: kill, which is done here, corrupt or double."""
+        """What is to be done at this point, once: kill, which is done here, corrupt, double or replay."""
         try:
-            found = json.loads(self.orders.read_text())
+            order = json.loads(self.orders.read_text())
         except (OSError, ValueError):
             return ""
-        if found["point"] != point:
+        if order["point"] != point:
             return ""
         self.orders.unlink()
-        if found["do"] == "kill":
+        if order["do"] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        return str(found["do"])
+        return str(order["do"])
 
     def got(self, ack: Any) -> None:
-        os.write(self._acks, f"{json.dumps(ack)}\n".encode())
+        os.write(self._acks, f"{json.dumps(to_plain(ack))}\n".encode())
 
 
 class Obedient:
@@ -83,22 +95,37 @@ class Obedient:
     papers: Papers
     flips = False
     """One bit of what is sent is not as its digest says."""
+    sent: "list[tuple[tuple[Any, ...], Any]]"
+    """The last contributions, with their answers."""
 
-    def fetch(self, machine: str, key: Any, layout: Any) -> Any:
+    def fetch(self, *given: Any) -> Any:
         self.papers.order("fetch")
-        return super().fetch(machine, key, layout)  # type: ignore[misc]
+        return super().fetch(*given)  # type: ignore[misc]
 
     def hand_in(self, *given: Any) -> Any:
-        if self.papers.order("hand in") == "corrupt":
+        self.sent = getattr(self, "sent", [])
+        do = self.papers.order("hand in")
+        if do == "corrupt":
             self.flips = True
             with contextlib.suppress(Exception):
                 self._deliver(*given)
             self.flips = False
         ack = self._deliver(*given)
-        if self.papers.order("handed in") == "double":
+        do = self.papers.order("handed in")
+        if do == "double":
             again = self._deliver(*given)
             assert again == ack, (again, ack)
+        if do == "replay" and self.sent:
+            self._replay(*self.sent[0])
+        ticket, key, layout, tensors, report = given
+        self.sent = [*self.sent[-KEPT + 1 :], ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack)]
         return ack
+
+    def _replay(self, given: tuple[Any, ...], ack: Any) -> None:
+        """An old contribution once more: the same answer, or a refusal; it counts no second time."""
+        with contextlib.suppress(Refused):
+            again = super().hand_in(*given)  # type: ignore[misc]
+            assert again == ack, (again, ack)
 
     def _deliver(self, *given: Any) -> Any:
         ack = super().hand_in(*given)  # type: ignore[misc]
@@ -114,10 +141,10 @@ def flipped(tensors: Any) -> dict[str, Any]:
 
 
 class OrderedLink(Obedient, HttpsLink):
-    def _send(self, path: str, about: Any, offset: int, layout: Any, tensors: Any) -> str:
+    def _send(self, path: str, query: Any, shown: Any, offset: int, layout: Any, tensors: Any) -> str:
         if not self.flips:
-            return super()._send(path, about, offset, layout, tensors)
-        super()._send(path, about, offset, layout, flipped(tensors))
+            return super()._send(path, query, shown, offset, layout, tensors)
+        super()._send(path, query, shown, offset, layout, flipped(tensors))
         return digest_of(layout, tensors)
 
 
@@ -144,11 +171,11 @@ def work_over(link: Any, number: int, step_s: float) -> None:
     torch.set_num_threads(1)
     while True:
         with contextlib.suppress(Exception):
-            described = link.describe()
+            info = link.describe()
             break
         time.sleep(0.05)
-    task, config = task_of(described, device="cpu")
+    task, config = task_of(info, device="cpu")
     worker = OrderedWorker(task, config, tell=lambda text: print(f"worker {number}: {text}", file=sys.stderr, flush=True))
     worker.papers, worker.step_s = link.papers, step_s
     signal.signal(signal.SIGTERM, lambda *_: setattr(worker, "stop_requested", "stopped"))
-    worker.run(link, f"w{number}", described["run"], patience_s=120.0)
+    worker.run(link, f"w{number}", info.run, patience_s=120.0)

@@ -4,14 +4,15 @@ import random
 from dataclasses import dataclass
 
 KINDS = {
-    "kill a worker": 5, "kill a worker at a point": 5, "kill the synchronizer": 2, "cut": 4, "half-open": 2, "full disk": 1,
-    "corrupt": 2, "double": 2, "stop a worker": 1,
+    "kill a worker": 5, "kill a worker at a point": 5, "kill the synchronizer": 2, "stop the synchronizer": 1, "cut": 4,
+    "half-open": 2, "full disk": 1, "fail an fsync": 1, "damage a file": 1, "corrupt": 2, "double": 2, "replay": 2,
+    "stop a worker": 1,
 }  # fmt: skip
 """Kind -> how often, relative to the others."""
 POINTS = ("fetch", "in a round", "hand in", "handed in")
 """Where a worker can be told to do something: before it gets a round's start, between two steps, before it hands in, and after
 the synchronizer has taken its contribution in but before it knows."""
-LASTING = ("half-open", "stop a worker", "full disk")
+LASTING = ("half-open", "stop a worker", "stop the synchronizer", "full disk")
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ pytest.importorskip("uvicorn", reason="the gateway's parts are not installed")
 pytest.importorskip("cryptography", reason="the gateway's parts are not installed")
 
 from conftest import fill_disk
-from fault_list import POINTS, faults_in_time
-from fault_run import KINDS, Fault, beside, check_ledger, faults_of, of_engine, one
-from heloco.engine.cluster.link import LinkDown, digest_of
-from heloco.engine.cluster.service import Denied
-from heloco.run.tensors import pieces
-from small_cluster import REPORT, Hand, delta, opened
+from faults.fault_list import POINTS, faults_in_time
+from faults.run import KINDS, Fault, beside, check_ledger, faults_of, of_engine, one
+from heloco.cluster.protocol.link import LinkDown, digest_of
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.wire.layout import pieces
+from small_cluster import Hand, delta, opened, report
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +27,9 @@ def listed(kinds, every, workers, seconds=0.3):
 
 
 def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the children read $HELOCO_CACHE
-    account = one(listed(KINDS, 20, 3), workers=3, arrivals=220, limit_s=240.0)
+    account = one(listed(KINDS, 20, 3), workers=3, arrivals=300, limit_s=240.0)
     assert set(account["faults"]) == set(KINDS)
-    assert account["arrivals"] == 220
+    assert account["arrivals"] == 300
     assert account["restarts"]["synchronizer"] >= 1 and account["restarts"]["worker"] >= 2
 
 
@@ -104,26 +104,26 @@ def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wa
     hand, denied = Hand(service, "m"), 0
     for seed in range(40):
         hand.take()
-        incoming = service.incoming(hand.machine, hand.key)
-        turn = incoming.begin(0)
-        for piece in pieces(incoming.layout, delta(seed)):
-            incoming.write(turn, piece)
-        report = {**REPORT, "digest": digest_of(incoming.layout, delta(seed))}
+        upload = service.contributions.upload(hand.ticket, hand.key)
+        turn = upload.begin(0)
+        for piece in pieces(upload.layout, delta(seed)):
+            upload.write(turn, piece)
+        about = report(digest_of(upload.layout, delta(seed)))
         fill_disk(small_disk / "ballast")
         try:
-            service.commit(hand.machine, hand.key, report)
-        except Denied as error:
-            assert error.name == "disk", error
+            service.contributions.commit(hand.ticket, hand.key, about)
+        except Refused as refused:
+            assert refused.code is Code.DISK, refused
             denied += 1
         (small_disk / "ballast").unlink()
-        service.commit(hand.machine, hand.key, report)
-    assert denied and not service.failed and service.recorded.synchronizer.arrivals == 40
+        service.contributions.commit(hand.ticket, hand.key, about)
+    assert denied and not service.state.has_failed and service.state.run.synchronizer.arrivals == 40
     service.close()
 
 
 def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
     """The head was replaced by another at the same address: what the node was connected to stays empty for ever."""
-    from heloco.engine.cluster.on_ray import link as module
+    from heloco.cluster.ray import ray_link as module
 
     class Heads:
         """Ray, with one head for each connection: only the second has a synchronizer."""

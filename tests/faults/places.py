@@ -50,18 +50,28 @@ def place(arrivals: int) -> Iterator[tuple[Path, Disk | None]]:
         yield folder, disk
 
 
+def failing_fsync(folder: Path) -> Path | None:
+    """A library that lets an fsync fail when it is told to, for LD_PRELOAD; None without a C compiler."""
+    compiler, library = shutil.which("cc"), folder / "failing_fsync.so"
+    if compiler is None or sys.platform != "linux":
+        return None
+    source = Path(__file__).with_name("failing_fsync.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
+    return library
+
+
 def nursery(*modules: str) -> Any:
     """Processes are forked from one that has imported everything: a tenth of a second instead of five."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fault_children", *modules])
+    context.set_forkserver_preload(["faults.children", *modules])
     return context
 
 
 def make_findable() -> None:
     """These modules, for the process that forks others (Python 3.11 hands sys.path on too late) and for Ray's workers."""
-    here = str(Path(__file__).parent)
-    if here not in (found := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, found)])
+    tests = str(Path(__file__).parents[1])
+    if tests not in (known := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([tests, *filter(None, known)])
 
 
 def free_port() -> int:

@@ -8,8 +8,9 @@ from typing import Any
 
 def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     """Of the run's folder, with the acknowledgements that workers wrote down in `acks`; `arrivals`: as many as there must be."""
-    from heloco.engine.cluster.replay import replay
-    from heloco.engine.cluster.worker import task_of
+    from heloco.cluster.client.worker import task_of
+    from heloco.cluster.protocol.messages import RunInfo
+    from heloco.cluster.server.replay import replay
     from heloco.run import RunFolder, checkpoint
     from heloco.run.lines import read_lines
 
@@ -18,13 +19,19 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     accepted = [line for line in tape if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
     told = check_acks(tape, acks)
-    state, _ = checkpoint.load(checkpoint.found(run / "checkpoints")[-1])
+    state = checkpoint.load_state(checkpoint.list_checkpoints(run / "checkpoints")[-1])
     assert state["arrival"] == arrivals
     check_ledger(accepted, state["books"])
-    described = {"external": False, "config": (run / "config.toml").read_text(), "task_digest": folder.meta()["task_digest"]}
-    found = replay(folder, task_of(described, device="cpu")[0])
-    assert (found.begun_at, found.lines, found.difference) == (0, len(tape), ""), found
-    return {"arrivals": len(accepted), "acknowledged": told, "replayed": asdict(found)}
+    config, digest = (run / "config.toml").read_text(), folder.meta()["task_digest"]
+    info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
+    replayed = replay(folder, task_of(info, device="cpu")[0])
+    assert replayed.difference == "" and replayed.lines == len(tape) - lines_until(tape, replayed.begun_at), replayed
+    return {"arrivals": len(accepted), "acknowledged": told, "replayed": asdict(replayed)}
+
+
+def lines_until(tape: list[dict[str, Any]], arrival: int) -> int:
+    """Lines of the tape up to an arrival: a journal on a disk that was full has lost what checkpoints stand for."""
+    return next((i + 1 for i, line in enumerate(tape) if line["arrival"] == arrival and line["verdict"] != "refused"), 0)
 
 
 def check_arrivals(accepted: list[dict[str, Any]], planned: int) -> None:

@@ -1,9 +1,11 @@
 """A run of real processes that meets faults from a list, and the account of what came of it.
 
-    python tests/fault_run.py                                    200 faults in 4,000 arrivals over HTTPS
-    python tests/fault_run.py --engine ray                       the same with Ray: workers on two nodes, and over HTTPS
-    python tests/fault_run.py --per-hour 125 --minutes 60 --step-seconds 0.25     (`make soak`)
-                                                                 by time, beside a twin that meets none: the throughput of both
+    python -m faults.run                                         200 faults in 4,000 arrivals over HTTPS
+    python -m faults.run --engine ray                            the same with Ray: workers on two nodes, and over HTTPS
+    python -m faults.run --per-hour 125 --minutes 60 --step-seconds 0.25     (`make soak`)
+                                                                 by time, next to a twin that meets none: the throughput of both
+
+To be run in the folder tests.
 
 Whoever is killed is started again at once, as a service manager would: by time from nothing, as real processes are, else forked
 from one that has imported everything. With --minutes alone it goes on with new lists until the time is over.
@@ -12,6 +14,7 @@ from one that has imported everything. With --minutes alone it goes on with new 
 import argparse
 import collections
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
@@ -22,10 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fault_account import account, check_acks, check_arrivals, check_ledger
-from fault_list import KINDS, Fault, faults_in_time, faults_of
-from fault_places import Disk, end_process, free_port, is_alive, make_findable, nursery, place, send
-from fault_proxies import Proxies
+from faults.account import account, check_acks, check_arrivals, check_ledger
+from faults.damage import damage
+from faults.fault_list import KINDS, Fault, faults_in_time, faults_of
+from faults.places import Disk, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, place, send
+from faults.proxies import Proxies
 
 __all__ = ["KINDS", "Fault", "FaultRun", "beside", "check_acks", "check_arrivals", "check_ledger", "faults_of", "one", "place"]
 
@@ -33,7 +37,10 @@ INNER_STEPS = 4
 LOOK_S = 0.02
 AT_THE_EARLIEST_S = 0.5
 """Between two starts of a synchronizer that cannot start, on a full disk say."""
-ORDERED = {"kill a worker at a point": ("", "kill"), "corrupt": ("hand in", "corrupt"), "double": ("handed in", "double")}
+ORDERED = {
+    "kill a worker at a point": ("", "kill"), "corrupt": ("hand in", "corrupt"), "double": ("handed in", "double"),
+    "replay": ("handed in", "replay"),
+}  # fmt: skip
 """What a worker does to itself: kind -> (where, what)."""
 
 
@@ -70,7 +77,12 @@ class FaultRun:
         self.processes: dict[int, Any] = {}
         self.synchronizer: Any = None
         self.started = 0.0
-        self.token = ""
+        self.tokens: dict[str, str] = {}
+        self.fsync_order = folder / "orders-fsync"
+        self.library = failing_fsync(folder)
+        self.to_damage: list[int] = []
+        """Seeds of damage that is to be done when the synchronizer is down."""
+        self.damaged: list[str] = []
 
     # ---- processes
 
@@ -89,26 +101,30 @@ class FaultRun:
         return to_toml(resolve(with_fields(RunConfig(), self.settings())))
 
     def start_synchronizer(self) -> None:
-        import fault_children
+        from faults import children
 
         arguments = (str(self.run), self.config(), self.port, str(self.state))
-        self.synchronizer = self.context.Process(target=fault_children.serve, args=arguments, daemon=True)
+        self.synchronizer = self.context.Process(target=children.serve, args=arguments, daemon=True)
         self.synchronizer.start()
 
     def start_worker(self, number: int) -> None:
-        import fault_children
+        from faults import children
 
         address = f"https://127.0.0.1:{self.proxies.ports[number]}"
-        arguments = (number, address, self.token, str(self.folder), self.step_s)
-        self.processes[number] = self.context.Process(target=fault_children.work, args=arguments, daemon=True)
+        arguments = (number, address, self.tokens["worker"], str(self.folder), self.step_s)
+        self.processes[number] = self.context.Process(target=children.work, args=arguments, daemon=True)
         self.processes[number].start()
 
     def status(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self.state.read_text())
-            return found
+            status: dict[str, Any] = json.loads(self.state.read_text())
+            return status
         except (OSError, ValueError):
-            return {"arrivals": 0, "ended": "", "machines": []}
+            return {"arrivals": 0, "ended": None, "machines": []}
+
+    def is_finished(self) -> bool:
+        ended = self.status()["ended"]
+        return ended is not None and ended["kind"] == "finished"
 
     def restart_the_dead(self) -> None:
         if not self.synchronizer.is_alive() and time.monotonic() > self.started + AT_THE_EARLIEST_S:
@@ -116,11 +132,20 @@ class FaultRun:
             self.restarts["synchronizer"] += 1
             if self.restarts["synchronizer"] > 3 * self.planned + 10:
                 raise RuntimeError("the synchronizer cannot be started any more")
+            self.damage_files()
             self.start_synchronizer()
         for number, process in list(self.processes.items()):
             if not process.is_alive():
                 self.restarts["worker"] += 1
                 self.start_worker(number)
+
+    def damage_files(self) -> None:
+        """Nobody writes to the run's folder now."""
+        for seed in self.to_damage:
+            if (self.run / "checkpoints").is_dir():
+                self.damaged.append(damage(self.run, seed))
+                print(f"damaged: {self.damaged[-1]}", file=sys.stderr, flush=True)
+        self.to_damage.clear()
 
     # ---- faults
 
@@ -129,7 +154,8 @@ class FaultRun:
 
     def pid_of(self, fault: Fault) -> int:
         """Whom a fault strikes; 0 where nobody is there at the moment."""
-        process = self.synchronizer if fault.kind == "kill the synchronizer" else self.processes[self.number_of(fault)]
+        at_the_head = ("kill the synchronizer", "stop the synchronizer", "damage a file")
+        process = self.synchronizer if fault.kind in at_the_head else self.processes[self.number_of(fault)]
         return int(process.pid)
 
     def can_strike(self, fault: Fault) -> bool:
@@ -138,6 +164,8 @@ class FaultRun:
             return not (self.folder / f"orders-{self.number_of(fault)}").exists()
         if fault.kind in ("cut", "half-open", "full disk"):
             return True
+        if fault.kind == "fail an fsync":
+            return not self.fsync_order.exists()
         pid = self.pid_of(fault)
         return is_alive(pid) and pid not in self.killed
 
@@ -155,10 +183,15 @@ class FaultRun:
         elif fault.kind == "full disk":
             if self.disk is not None:
                 self.disk.fill(fault.seconds)
-        elif fault.kind == "stop a worker":
+        elif fault.kind in ("stop a worker", "stop the synchronizer"):
             send(signal.SIGSTOP, pid := self.pid_of(fault))
             threading.Timer(fault.seconds, send, (signal.SIGCONT, pid)).start()
+        elif fault.kind == "fail an fsync":
+            number_of_error = (errno.ENOSPC, errno.EDQUOT, errno.EIO)[fault.worker % 3]
+            self.fsync_order.write_text(str(number_of_error))
         else:
+            if fault.kind == "damage a file":
+                self.to_damage.append(hash(fault))
             self.killed.add(pid := self.pid_of(fault))
             send(signal.SIGKILL, pid)
 
@@ -167,11 +200,13 @@ class FaultRun:
     def begin(self, limit_s: float) -> None:
         """Until all are there and the first contribution is in."""
         began = time.monotonic()
+        if self.library is not None:  # every process that is started from here on; only a synchronizer makes anything durable
+            os.environ |= {"LD_PRELOAD": str(self.library), "FAULT_FSYNC": str(self.fsync_order)}
         self.start_synchronizer()
-        while "token" not in self.status():
+        while "tokens" not in self.status():
             self.check(began, limit_s)
             time.sleep(LOOK_S)
-        self.token = self.status()["token"]
+        self.tokens = self.status()["tokens"]
         for number in range(self.workers):
             self.start_worker(number)
         while len((status := self.status())["machines"]) < self.workers or not status["arrivals"]:
@@ -190,9 +225,9 @@ class FaultRun:
         """To the run's own end; the account."""
         self.begin(limit_s)
         began = time.monotonic()
-        while (status := self.status())["ended"] != "finished":
+        while not self.is_finished():
             self.check(began, limit_s)
-            self.look(status["arrivals"])
+            self.look(self.status()["arrivals"])
             time.sleep(LOOK_S)
         seconds = time.monotonic() - began
         self.end()
@@ -201,14 +236,14 @@ class FaultRun:
 
     def stop(self, limit_s: float = 120.0) -> int:
         """As `heloco stop` does; how many contributions are in."""
-        from heloco.engine.cluster.gateway.client import HttpsLink
+        from heloco.cluster.gateway.https_link import HttpsLink
 
         began = time.monotonic()
         while not (status := self.status())["ended"]:
             self.check(began, limit_s)
             self.restart_the_dead()
             with contextlib.suppress(Exception):  # it may just be started again
-                HttpsLink(f"https://127.0.0.1:{self.port}", self.token).stop("stopped")
+                HttpsLink(f"https://127.0.0.1:{self.port}", self.tokens["admin"]).stop("stopped")
             time.sleep(0.2)
         self.end()
         return int(status["arrivals"])
@@ -219,6 +254,8 @@ class FaultRun:
 
     def end(self) -> None:
         """Of all processes; nothing where that has been done."""
+        os.environ.pop("LD_PRELOAD", None)
+        self.fsync_order.unlink(missing_ok=True)
         for process in self.processes.values():
             end_process(process, 10.0)
         if self.synchronizer is not None:
@@ -226,8 +263,9 @@ class FaultRun:
             end_process(self.synchronizer, 60.0)
 
     def account(self, arrivals: int) -> dict[str, Any]:
-        found = account(self.run, self.folder, arrivals)
-        return {**found, "faults": dict(self.struck), "restarts": dict(self.restarts)}
+        counted = account(self.run, self.folder, arrivals)
+        damaged = dict(collections.Counter(self.damaged))
+        return {**counted, "faults": dict(self.struck), "restarts": dict(self.restarts), "damaged": damaged}
 
 
 def one(
@@ -291,7 +329,6 @@ def main() -> None:
     parser.add_argument("--per-hour", type=float, default=0.0, help="faults by time instead of --faults, beside a run without")
     parser.add_argument("--step-seconds", type=float, help="of an inner step at the least: 0, with Ray 0.1, with --per-hour 0.25")
     given = parser.parse_args()
-    sys.path.insert(0, str(Path(__file__).parent))
     kind, kinds, workers, step_s = of_engine(given.engine)
     workers = given.workers or workers
     step_s = given.step_seconds if given.step_seconds is not None else 0.25 if given.per_hour else step_s
@@ -313,7 +350,7 @@ def of_engine(name: str) -> tuple[type[FaultRun], dict[str, int], int, float]:
     comes back, there would be few faults left that the others could meet."""
     if name == "https":
         return FaultRun, KINDS, 4, 0.0
-    from fault_ray import RAY_KINDS, RayFaultRun
+    from faults.ray_run import RAY_KINDS, RayFaultRun
 
     return RayFaultRun, RAY_KINDS, 5, 0.1
 

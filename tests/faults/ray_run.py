@@ -11,9 +11,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fault_list import KINDS, Fault
-from fault_places import free_port
-from fault_run import FaultRun
+from faults.fault_list import KINDS, Fault
+from faults.places import free_port
+from faults.run import FaultRun
 
 RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1, "kill heloco serve": 1}
 STORE = 150_000_000
@@ -48,11 +48,11 @@ class Node:
         self._folder = Path()
 
     def start(self) -> None:
-        from heloco.engine.cluster.on_ray import cluster
+        from heloco.cluster.ray import ray_cluster as cluster
 
         self._folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
         command = [
-            sys.executable, "-P", str(Path(cluster.__file__).with_name("node.py")), "--block", "--disable-usage-stats",
+            sys.executable, "-P", str(Path(cluster.__file__).with_name("head_main.py")), "--block", "--disable-usage-stats",
             f"--address={self.head}", f"--node-ip-address={self.address}", f"--temp-dir={self._folder}",
             f"--object-store-memory={STORE}", "--include-log-monitor=false",
         ]  # fmt: skip
@@ -97,7 +97,7 @@ class Node:
 class RayFaultRun(FaultRun):
     """Workers by number: first those over HTTPS, then those on the second node, last the one on the head."""
 
-    modules = ("fault_ray_children", "ray")
+    modules = ("faults.ray_children", "ray")
     made = 0
 
     def __init__(self, folder: Path, faults: list[Fault], **options: Any) -> None:
@@ -119,15 +119,15 @@ class RayFaultRun(FaultRun):
         return {**super().settings(), "beat_s": max(0.5, self.step_s)}
 
     def start_synchronizer(self) -> None:
-        import fault_ray_children
+        from faults import ray_children
 
-        recipe, papers = (str(self.run), self.config(), self.port), (str(self.folder), self.on_head, self.step_s)
-        arguments = (recipe, str(self.state), self.ray, papers)
-        self.synchronizer = self.context.Process(target=fault_ray_children.serve_on_ray, args=arguments, daemon=True)
+        spec, papers = (str(self.run), self.config(), self.port), (str(self.folder), self.on_head, self.step_s)
+        arguments = (spec, str(self.state), self.ray, papers)
+        self.synchronizer = self.context.Process(target=ray_children.serve_on_ray, args=arguments, daemon=True)
         self.synchronizer.start()
 
     def start_worker(self, number: int) -> None:
-        import fault_ray_children
+        from faults import ray_children
 
         if number == self.on_head:
             return  # the engine's
@@ -137,7 +137,7 @@ class RayFaultRun(FaultRun):
         if self.node.process is None:
             self.node.start()
         arguments = (number, self.node.head, str(self.token_file), self.node.address, str(self.folder), self.step_s)
-        self.processes[number] = self.context.Process(target=fault_ray_children.work_on_node, args=arguments, daemon=True)
+        self.processes[number] = self.context.Process(target=ray_children.work_on_node, args=arguments, daemon=True)
         self.processes[number].start()
 
     def restart_the_dead(self) -> None:
@@ -150,8 +150,10 @@ class RayFaultRun(FaultRun):
         """Whom a fault strikes; 0 where nobody is there at the moment."""
         status = self.status()
         launcher = int(status.get("launcher", 0))
-        if fault.kind == "kill the synchronizer":
-            return int(status.get("ray", {}).get("pid", 0))
+        if fault.kind in ("kill the synchronizer", "stop the synchronizer"):
+            return int(status.get("pid", 0))
+        if fault.kind == "damage a file":  # who starts the synchronizer again must be down, too
+            return int(self.synchronizer.pid)
         if fault.kind == "kill the Ray head":
             return process_of(launcher, "raylet" if fault.worker % 2 else "gcs_server")
         if fault.kind == "kill the Ray node":

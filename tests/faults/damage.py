@@ -1,0 +1,61 @@
+"""Damage to the folder of a run whose synchronizer is down: to what a restart makes again."""
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def newest_checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").glob("arrival-*"))
+
+
+def flip(path: Path, draw: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    if content:
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bytes(content))
+
+
+def cut(path: Path, draw: random.Random) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: draw.randrange(len(content) + 1)])
+
+
+def _checkpoint(run: Path, draw: random.Random) -> str:
+    name = draw.choice(["state.json", "tensors.safetensors", "SHA256SUMS"])
+    flip(newest_checkpoint(run) / name, draw)
+    return f"{newest_checkpoint(run).name}/{name}"
+
+
+def _tape(run: Path, draw: random.Random) -> str:
+    cut(run / "tape.jsonl", draw)
+    return "tape.jsonl"
+
+
+def _start(run: Path, draw: random.Random) -> str:
+    paths = sorted((run / "rounds").glob("*.safetensors"))
+    if paths:
+        flip(draw.choice(paths), draw)
+    return "rounds"
+
+
+def _rubbish(run: Path, draw: random.Random) -> str:
+    segment = max((run / "journal").glob("events-*.jsonl"))
+    with segment.open("ab") as file:
+        file.write(draw.choice([bytes(300), b'{"n":', b"rubbish\n", bytes(300) + b"\n"]))
+    return segment.name
+
+
+def _uploads(run: Path, draw: random.Random) -> str:  # noqa: ARG001
+    shutil.rmtree(run / "incoming", ignore_errors=True)
+    return "incoming"
+
+
+KINDS: tuple[Callable[[Path, random.Random], str], ...] = (_checkpoint, _tape, _start, _rubbish, _uploads)
+
+
+def damage(run: Path, seed: int) -> str:
+    """What was damaged."""
+    draw = random.Random(seed)
+    return draw.choice(KINDS)(run, draw)
