@@ -1,5 +1,6 @@
 """Damage to the folder of a run whose synchronizer is down: to what a restart makes again."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
@@ -17,11 +18,6 @@ def flip(path: Path, draw: random.Random) -> None:
         path.write_bytes(bytes(content))
 
 
-def cut(path: Path, draw: random.Random) -> None:
-    content = path.read_bytes()
-    path.write_bytes(content[: draw.randrange(len(content) + 1)])
-
-
 def _checkpoint(run: Path, draw: random.Random) -> str:
     name = draw.choice(["state.json", "tensors.safetensors", "SHA256SUMS"])
     flip(newest_checkpoint(run) / name, draw)
@@ -29,7 +25,11 @@ def _checkpoint(run: Path, draw: random.Random) -> str:
 
 
 def _tape(run: Path, draw: random.Random) -> str:
-    cut(run / "tape.jsonl", draw)
+    """As far back as the older checkpoint: what comes before may be gone from the journal on a disk that was full."""
+    older = sorted((run / "checkpoints").glob("arrival-*"))[-2:][0]
+    reaches = json.loads((older / "state.json").read_bytes())["tape_bytes"]
+    content = (run / "tape.jsonl").read_bytes()
+    (run / "tape.jsonl").write_bytes(content[: draw.randrange(reaches, max(reaches, len(content)) + 1)])
     return "tape.jsonl"
 
 

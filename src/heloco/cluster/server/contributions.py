@@ -8,6 +8,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.membership import Membership
+from heloco.cluster.server.pauses import ROOM_FOR_LINES
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.rounds import Rounds
 from heloco.cluster.server.state import ServiceState
@@ -16,9 +17,6 @@ from heloco.finite import is_finite
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
 from heloco.wire.layout import mapped
-
-ROOM_FOR_LINES = 1 << 16
-"""Bytes that must be free before an arrival is written down."""
 
 
 class Contributions:

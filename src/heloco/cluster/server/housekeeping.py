@@ -1,8 +1,10 @@
 """What happens as time passes: machines are lost, rounds expire, the run pauses, gives up, and is saved."""
 
+import contextlib
 import logging
 import threading
 
+from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import Pauses
@@ -36,7 +38,8 @@ class Housekeeping:
                 state.roster.forgive(passed_s)
             elif self.pauses.space_problem():  # whoever waits for room is not to blame
                 state.roster.forgive_waiting(now_s, passed_s)
-            self._part_with_the_lost(now_s)
+            with contextlib.suppress(Refused):  # on a full disk nothing can be written down: the next tick tries again
+                self._part_with_the_lost(now_s)
             self.pauses.consider()
             self._give_up_if_paused_for_long(now_s)
         self.save_if_due()

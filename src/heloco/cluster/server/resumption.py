@@ -5,7 +5,8 @@ Only two things cannot be made again: checkpoints, of which there are two, and w
 and what rounds begin with are derived: where one of them is damaged, an older checkpoint is taken from which on the journal gives
 it again; where there is none, the run continues without it."""
 
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,35 +56,42 @@ class Resumption:
     def _choose_checkpoint(self) -> Loaded | None:
         """The newest checkpoint from which on everything is there or can be made again."""
         paths = self.folder.checkpoints()[::-1]
-        damage: CheckpointDamaged | None = None
+        damaged: dict[Path, CheckpointDamaged] = {}
         second_best: tuple[Loaded, str] | None = None
         for path in paths:
             try:
                 loaded = checkpoint.load(path)
                 lost = self._lost_at(loaded[0], is_newest=path == paths[0])
             except CheckpointDamaged as error:
-                damage = damage or error
+                damaged[path] = error
                 continue
             if not lost:
-                self._note_choice(path.name, damage, second_best)
+                self._note_choice(path.name, damaged, second_best)
                 return loaded
             second_best = second_best or (loaded, lost)
         if second_best is not None:
+            self._set_aside(damaged)
             self.notices.append(f"{second_best[1]} is damaged and cannot be made again: the run continues without it.")
             return second_best[0]
-        if damage is not None:
-            raise damage
+        if damaged:
+            raise next(iter(damaged.values()))
         if self._has_events():
             self.notices.append(f"{self.folder.path / CHECKPOINTS} is gone: the run is made again from its journal.")
         return None
 
-    def _note_choice(self, name: str, damage: CheckpointDamaged | None, second_best: tuple[Loaded, str] | None) -> None:
-        if damage is not None:
-            self.notices.append(
-                f"{str(damage).partition('. ')[0]}. The run continues from {name} and its journal; nothing is lost."
-            )
+    def _note_choice(self, name: str, damaged: dict[Path, CheckpointDamaged], second_best: tuple[Loaded, str] | None) -> None:
+        for damage in damaged.values():
+            what = str(damage).partition(". ")[0]
+            self.notices.append(f"{what}. The run continues from {name} and its journal; nothing is lost.")
+        self._set_aside(damaged)
         if second_best is not None:
             self.notices.append(f"{second_best[1]} was damaged and is made again from {name} and the journal.")
+
+    def _set_aside(self, damaged: Iterable[Path]) -> None:
+        for path in damaged:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
 
     def _has_events(self) -> bool:
         return any(True for _ in read_events(self.folder.path / FOLDER)) if (self.folder.path / FOLDER).is_dir() else False
