@@ -526,6 +526,8 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
     link.send_model(joined.ticket, layout, model(), NAMES)
     refuses(Code.HAS_MODEL, link.send_model, joined.ticket, layout, model(), NAMES)
     other = Layout.of({**model(), "parameter.0": torch.zeros(5, 4)})
-    assert "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
+    assert (
+        "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
+    )
     assert not link.join("n", returning=None, layout=layout).needs_model
     service.close()

@@ -96,6 +96,40 @@ def add_replay_flags(made: Parser) -> None:
     made.add_argument("--json", action="store_true", help="print JSON")
 
 
+def add_rollback_flags(made: Parser) -> None:
+    made.add_argument("folder", type=Path, metavar="RUN")
+    made.add_argument("--to", metavar="ARRIVAL", help="the arrival to return to [the last one that is whole]")
+    made.add_argument(
+        "--without", metavar="MACHINE", action="append", default=[],
+        help="keep what came after --to from other machines, and leave out and bar this one; can be given several times",
+    )  # fmt: skip
+    made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+
+
+def rollback(parsed: argparse.Namespace) -> int:
+    from heloco.cli.main import rebuild_task
+    from heloco.cluster.server.open_run import rebuild
+    from heloco.cluster.server.rollback import Rollback
+    from heloco.run import RunFolder
+
+    if parsed.to is not None and not parsed.to.isdigit():
+        raise UserError(f"to cannot be {parsed.to!r}: give the number of an arrival.")
+    if parsed.without and parsed.to is None:
+        raise UserError("--without leaves out what came after an arrival: say after which one with --to.")
+    folder = RunFolder.open(parsed.folder)
+    config = folder.config()
+    task = None if config.data.task == "external" else rebuild_task(config, parsed.data)
+    to = None if parsed.to is None else int(parsed.to)
+    done = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
+    if parsed.without:
+        left_out = f"{done.left_out} contributions of {', '.join(parsed.without)} were left out"
+        print(f"{parsed.folder} stands at arrival {done.arrivals} now: {left_out}.")
+    else:
+        print(f"{parsed.folder} stands at arrival {done.arrivals} now.")
+    print(f"As it was before, it is in {done.kept}. `heloco serve {parsed.folder}` goes on.")
+    return 0
+
+
 def replay(parsed: argparse.Namespace) -> int:
     from dataclasses import asdict
 

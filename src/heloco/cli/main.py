@@ -15,7 +15,16 @@ from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, 
 from heloco.cli.admin import stop as stop_run
 from heloco.cli.doctor import add_doctor_flags, doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
-from heloco.cli.join import add_join_flags, add_replay_flags, add_status_flags, join, replay, status
+from heloco.cli.join import (
+    add_join_flags,
+    add_replay_flags,
+    add_rollback_flags,
+    add_status_flags,
+    join,
+    replay,
+    rollback,
+    status,
+)
 from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study import add_study_flags, study
@@ -102,6 +111,9 @@ def parser() -> Parser:
     add_tokens_flags(add("tokens", tokens, "List, make and revoke the tokens of a run on real machines."))
     add_doctor_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
+    add_rollback_flags(
+        add("rollback", rollback, "Return a real run to an earlier arrival, also without a machine's contributions.")
+    )
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))

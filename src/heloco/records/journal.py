@@ -183,7 +183,8 @@ class Journal:
     Opening it reads what comes after `since`, cuts off what was never acknowledged and is not whole, and refuses a journal that
     has lost something that was."""
 
-    def __init__(self, run: Path, since: Mark | None = None) -> None:
+    def __init__(self, run: Path, since: Mark | None = None, *, may_begin_at_mark: bool = False) -> None:
+        """`may_begin_at_mark`: what came before is known to be lost, and the journal goes on without it."""
         since = since or Mark()
         self.folder = run / FOLDER
         self.folder.mkdir(exist_ok=True)
@@ -193,6 +194,8 @@ class Journal:
         """The number of the last event that was durable when a contribution was acknowledged; -1: that is not known."""
         self._file = -1
         try:
+            if since.number and not may_begin_at_mark:
+                self._check_not_lost()
             self.end = self._find_end(since)
             """The place after the last event."""
             self._open_segment()
@@ -208,14 +211,15 @@ class Journal:
             return 0  # a new journal
         return int(text) if text.isdigit() else -1
 
-    def _find_end(self, since: Mark) -> Mark:
-        known = segments(self.folder)
-        if since.number and not known:
+    def _check_not_lost(self) -> None:
+        if not segments(self.folder):
             raise UserError(
                 f"{self.folder} has lost its events. Restore it from a copy, or return to the last checkpoint with "
                 f"`heloco rollback {self.folder.parent}`."
             )
-        for _, path in known:
+
+    def _find_end(self, since: Mark) -> Mark:
+        for _, path in segments(self.folder):
             with path.open("rb") as file:
                 forget_cached(file.fileno())
         end = since

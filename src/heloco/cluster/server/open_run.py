@@ -108,6 +108,17 @@ def _begun(run: JournaledRun, clock: Clock, found_run: Any = None) -> Service:
         raise
 
 
+def rebuild(folder: RunFolder, model_folder: RunFolder, task: Task | None) -> JournaledRun:
+    """The run of a folder, not begun: for going through its journal again. `task` None: its machines brought the model, whose
+    shapes are in `model_folder`."""
+    config = folder.config()
+    if task is not None:
+        return journaled_run(task, config, folder, None)
+    model, brought = remembered_model(model_folder), BroughtTask(len(config.workers.paces))
+    synchronizer = build_synchronizer(config, model, [shard.windows for shard in brought.shards])
+    return JournaledRun(synchronizer, config, task_digest=brought.digest, folder=folder)
+
+
 def begin(run: JournaledRun) -> tuple[SnapshotStore, list[str]]:
     """Starts the run, or takes it up; the files that its rounds begin with, and what there is to say about its folder."""
     assert run.folder is not None

@@ -1,0 +1,189 @@
+"""Returning a run to an earlier point of its journal, with or without what came after it from other machines.
+
+The run is made again next to the old one: from the newest checkpoint before the point, and the events after that. A
+contribution that is left out becomes a round that came to nothing; those of other machines after it are applied as they
+are, with the staleness that they have now. When all of it is there, the folders change places, and the old one is kept."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec import structs
+
+from heloco.cluster.server import checkpoints
+from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.errors import UserError
+from heloco.records.events import Abandon, Dispatch, Event, Part, Receive
+from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events, segments
+from heloco.run import RunFolder, checkpoint
+from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.folder import CHECKPOINTS, CONFIG, EVALS, META, TAPE, whole_lines
+
+COPIED = (CONFIG, META, "run-id", "credentials")
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    arrivals: int
+    """Where the run stands now."""
+    arrivals_before: int
+    left_out: int
+    """Contributions of the machines that were left out."""
+    kept: Path
+    """The run as it was before."""
+
+
+class Rollback:
+    """`to`: the arrival to return to; None: the last one that is whole. `without`: machines whose contributions after that are
+    left out, while those of others stay; without any, nothing after that point stays."""
+
+    def __init__(self, folder: RunFolder, *, to: int | None = None, without: frozenset[str] = frozenset()) -> None:
+        self.folder, self.to, self.without = folder, to, without
+        self.target = folder.path.with_name(f"{folder.path.name}.rollback")
+        self._left_out = 0
+
+    def run(self, build: Callable[[RunFolder], JournaledRun]) -> RolledBack:
+        """`build` makes the run over a folder, not begun yet."""
+        self.folder.take()
+        try:
+            state, path = self._choose_checkpoint()
+            mark = checkpoints.served_state(state).journal
+            self._copy(state, path, mark)
+            run = build(RunFolder.open(self.target))
+            try:
+                arrivals = self._make_again(run, path, state, mark)
+            finally:
+                run.close()
+            return RolledBack(arrivals, self._arrivals_before(), self._left_out, self._exchange())
+        finally:
+            self.folder.close()
+
+    def _choose_checkpoint(self) -> tuple[dict[str, Any], Path]:
+        earliest = ""
+        for path in reversed(self.folder.checkpoints()):
+            try:
+                state, _ = checkpoint.load(path)
+            except CheckpointDamaged:
+                continue
+            if self.to is None or state["arrival"] <= self.to:
+                return state, path
+            earliest = f" The earliest is {state['arrival']}."
+        raise UserError(f"{self.folder.path} has no checkpoint from which arrival {self.to} could be made again.{earliest}")
+
+    def _copy(self, state: dict[str, Any], chosen: Path, mark: Mark) -> None:
+        """The run as it was at the checkpoint."""
+        shutil.rmtree(self.target, ignore_errors=True)
+        self.target.mkdir(mode=self.folder.path.stat().st_mode & 0o777)
+        for name in COPIED:
+            if (source := self.folder.path / name).is_dir():
+                shutil.copytree(source, self.target / name)
+            elif source.exists():
+                shutil.copy2(source, self.target / name)
+        for path in {chosen, self.folder.checkpoints()[0]}:
+            shutil.copytree(path, self.target / CHECKPOINTS / path.name)
+        for name, size in ((TAPE, state["tape_bytes"]), (EVALS, state["evals_bytes"])):
+            _copy_start(self.folder.path / name, self.target / name, whole_lines(self.folder.path / name, size))
+        (self.target / FOLDER).mkdir()
+        for base, path in segments(self.folder.path / FOLDER):
+            if base < mark.position:
+                _copy_start(path, self.target / FOLDER / path.name, mark.position - base)
+        for path in (self.folder.path / FOLDER).glob("[0-9]" * 12 + ".safetensors"):
+            if int(path.stem) <= mark.number:
+                _link(path, self.target / FOLDER / path.name)
+        (self.target / FOLDER / "acknowledged").write_text(f"{mark.number:020d}\n")
+
+    def _make_again(self, run: JournaledRun, chosen: Path, state: dict[str, Any], mark: Mark) -> int:
+        assert run.folder is not None
+        run.folder.take()
+        checkpoints.load(run, state, checkpoint.load(chosen)[1])
+        run.folder.start_writing(state["tape_bytes"], state["evals_bytes"], accept_shorter=True)
+        run.open_journal(Journal(self.target, mark, may_begin_at_mark=True))
+        try:
+            for event, after in read_events(self.folder.path / FOLDER, mark):
+                if self._is_reached(run) and not self.without:
+                    break
+                if not self._record(run, event, after.number):
+                    break
+        except JournalDamaged:
+            if self.to is not None and run.synchronizer.arrivals < self.to:
+                raise
+        self._check_reached(run)
+        for worker in list(run.synchronizer.held):
+            run.abandon(worker, "rolled-back", "the run returned to an earlier point", run.time_s)
+        for machine in sorted(self.without):
+            run.note(Part(time_s=run.time_s, machine=machine, kind="evicted", text="its contributions were left out"))
+        checkpoints.save(run)
+        return run.synchronizer.arrivals
+
+    def _is_reached(self, run: JournaledRun) -> bool:
+        return self.to is not None and run.synchronizer.arrivals >= self.to
+
+    def _check_reached(self, run: JournaledRun) -> None:
+        if self.to is not None and run.synchronizer.arrivals < self.to and not self.without:
+            at = run.synchronizer.arrivals
+            raise UserError(f"The run stands at arrival {at} only: give a smaller --to, or leave it out for the last whole one.")
+
+    def _record(self, run: JournaledRun, event: Event, number: int) -> bool:
+        """Writes an event of the old journal to the new one, and follows it; whether that went well."""
+        if isinstance(event, Dispatch):
+            run.dispatch(event.worker, event.machine, event.steps, event.start_digest, event.time_s)
+        elif isinstance(event, Abandon):
+            run.abandon(event.worker, event.kind, event.text, event.time_s)
+        elif not isinstance(event, Receive):
+            run.note(event)
+        elif event.machine in self.without and self._is_reached(run):
+            self._left_out += 1
+            run.abandon(event.worker, "rolled-back", "its contributions were left out", event.time_s)
+        else:
+            return self._receive(run, event, number)
+        return True
+
+    def _receive(self, run: JournaledRun, event: Receive, number: int) -> bool:
+        source = contribution_path(self.folder.path / FOLDER, number)
+        if not source.is_file():
+            if self.to is None:
+                return False
+            raise UserError(f"{source}, an acknowledged contribution, is missing: the run can only return to before it.")
+        upload = self.target / "contribution.partial"
+        _link(source, upload)
+        run.journal.take_in(upload)
+        held = run.synchronizer.held[event.worker]
+        moved = structs.replace(event, round=held.index, version=held.version)
+        run.follow(moved, run.journal.append(moved))
+        return True
+
+    def _arrivals_before(self) -> int:
+        events = read_events(self.folder.path / FOLDER)
+        try:
+            return sum(isinstance(event, Receive) for event, _ in events)
+        except JournalDamaged:
+            return 0
+
+    def _exchange(self) -> Path:
+        """The old folder goes aside, and the new one takes its place."""
+        number = 1
+        while (aside := self.folder.path.with_name(f"{self.folder.path.name}.before-rollback-{number}")).exists():
+            number += 1
+        self.folder.path.rename(aside)
+        self.target.rename(self.folder.path)
+        return aside
+
+
+def _copy_start(source: Path, target: Path, size: int) -> None:
+    """The first `size` bytes of a file."""
+    with source.open("rb") as reading, target.open("wb") as writing:
+        while size > 0 and (piece := reading.read(min(size, 1 << 20))):
+            writing.write(piece)
+            size -= len(piece)
+
+
+def _link(source: Path, target: Path) -> None:
+    """The same file under another name; a copy where the disk has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
