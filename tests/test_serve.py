@@ -24,9 +24,10 @@ import pytest
 from conftest import TINY_MODEL, Done, assert_refused, checkpoints, evals, heloco, tape, write_text
 from heloco.cli.mirror import GROWING, WHOLE, Mirror
 from heloco.cli.serve import outward_address, own_names, reachable
-from heloco.engine.cluster.connect import connect
-from heloco.engine.cluster.gateway.client import HttpsLink
-from heloco.engine.cluster.host import Door, Recipe
+from heloco.cluster.client.connect import connect
+from heloco.cluster.gateway.https_link import HttpsLink
+from heloco.cluster.server.process import ListenConfig, ServeSpec
+from heloco.records.journal import FOLDER, segments
 
 for part in ("uvicorn", "starlette", "httpx", "cryptography"):
     pytest.importorskip(part, reason=f"{part} is not installed")
@@ -97,6 +98,8 @@ class Served:
     folder: Path
     address: str
     token: str
+    """A worker's."""
+    viewer: str
     key: str
 
     @property
@@ -108,7 +111,15 @@ class Served:
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def ask(self, command: str, *more: str) -> Done:
-        return heloco(command, self.address, "--token", self.token, *more)
+        """As whoever may do it: over the address, or on the machine itself."""
+        if command in ("stop", "pause", "unpause", "tokens"):
+            return heloco(command, self.folder, *more)
+        token = self.viewer if command in ("status", "watch") else self.token
+        return heloco(command, self.address, "--token", token, *more)
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.ask("status", "--json").out)
+        return status
 
 
 class Programs:
@@ -130,8 +141,9 @@ class Programs:
         where = [run] if (run / "config.toml").exists() else [*([config] if config else []), "--out", run]
         place = (*HERE, "--port", port) if port else ("--ray", "off")
         program = self.heloco("serve", *where, *settings, *place)
-        found = program.said(r"(?:heloco join |HELOCO_ADDRESS=)(https://\S+) (?:--token |HELOCO_TOKEN=)(\S+)\n")
-        return Served(program, run, found[1], found[2], program.said(r"/page\?key=(\S+)\n")[1])
+        viewer, address = program.said(r"HELOCO_TOKEN=(heloco-viewer\S+) heloco status (https://\S+)\n").groups()
+        worker = program.said(r"HELOCO_TOKEN=(heloco-worker\S+)")[1]
+        return Served(program, run, address, worker, viewer, program.said(r"/page\?key=(\S+)\n")[1])
 
     def join(self, served: Served, *more: str) -> Program:
         return self.heloco("join", served.address, *more, HELOCO_TOKEN=served.token)
@@ -176,9 +188,9 @@ def test_two_workers_do_a_run(ended: Path) -> None:
     assert {line["worker"] for line in tape(ended)} == {0, 1}
     assert [line["arrival"] for line in evals(ended)] == [0, 10, 20, 30, 40]
     assert checkpoints(ended)[-1].name == "arrival-00000040"
-    assert len(list((ended / "journal").glob("*.safetensors"))) == 40 and (ended / "journal" / "events.jsonl").exists()
+    assert len(list((ended / "journal").glob("*.safetensors"))) == 40 and len(segments(ended / FOLDER)) == 1
     assert (ended / "credentials" / "key.pem").stat().st_mode & 0o777 == 0o600
-    assert "The run has ended: finished" in (ended / "workers" / "0.log").read_text()
+    assert "The run has ended: all arrivals are in" in (ended / "workers" / "0.log").read_text()
 
 
 def test_replay_in_json(ended: Path) -> None:
@@ -230,7 +242,7 @@ def going(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Going
     folder = tmp_path_factory.mktemp("going") / "run"
     served = programs.serve(folder, *SMALL, "--seats", "2", "--arrivals", "150", "--patience", "1000")
     worker = programs.join(served, "--name", "guest")
-    page = programs.heloco("watch", served.address, "--port", "0", HELOCO_TOKEN=served.token)
+    page = programs.heloco("watch", served.address, "--port", "0", HELOCO_TOKEN=served.viewer)
     wait_until(lambda: served.arrivals() >= 12, "twelve arrivals")
     worker.signal(signal.SIGSTOP)
     assert served.arrivals() < 140
@@ -238,12 +250,11 @@ def going(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Going
 
 
 def test_status_shows_who_takes_part(going: Going) -> None:
-    done = going.ask("status", "--json")
-    found = json.loads(done.out)
+    found = going.status()
     [machine] = found["machines"]
-    assert done.code == 0 and found["ended"] == found["paused"] == "" and found["seats"] == 2
+    assert found["ended"] is found["paused"] is None and found["seats"] == 2
     assert machine["name"] == "guest" and machine["seat"] == 0 and machine["pace_s"] > 0
-    assert found["participants"] == ["guest"] and found["participation_over"] == 8
+    assert found["participants"] == [machine["machine"]] and found["participation_window"] == 8
     assert 12 <= machine["arrivals"] == found["arrivals"] <= going.arrivals() and found["planned"] == 150
     assert machine["share"] == 1 and 0 < machine["per_minute"] == found["per_minute"]
     shown = going.ask("status").out
@@ -254,12 +265,12 @@ def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
     done = going.ask("doctor")
     assert done.code == 0 and "BAD" not in done.out, done.out
     found = {finding["what"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
-    assert {"this machine", "GPU", "connection", "run", "certificate", "clock", "latency", "download", "upload"} == set(found)
+    assert {"this machine", "GPU", "connection", "run", "clock", "latency", "download", "upload"} == set(found)
     assert all(finding["good"] for finding in found.values())
 
 
 def test_the_doctor_names_what_is_wrong(going: Going) -> None:
-    done = heloco("doctor", going.address, "--token", "heloco1.short")
+    done = heloco("doctor", going.address, "--token", "heloco-worker.short")
     assert done.code == 2 and re.search(r"^BAD  connection +The token is not whole", done.out, re.M)
 
 
@@ -286,16 +297,17 @@ def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
     connection = http.client.HTTPConnection(found[1], timeout=20)
     connection.request("GET", "/")
     answer = connection.getresponse()
-    run = json.loads(going.ask("status", "--json").out)["run"]
+    run = going.status()["run"]
     assert answer.status == 200 and f"run-{run[:8]}" in answer.read().decode()
 
 
 def test_what_is_watched_is_what_is_there(going: Going) -> None:
-    there = Path(json.loads(going.ask("status", "--json").out)["folder"])
-    mirror = Mirror(HttpsLink(going.address, going.token))
+    there = Path(going.status()["folder"])
+    mirror = Mirror(HttpsLink(going.address, going.viewer))
     mirror.start()
     try:
-        for name in (*WHOLE, *GROWING):
+        journal = segments(there / FOLDER)[0][1].relative_to(there)
+        for name in (*WHOLE, *(str(journal) if name == FOLDER else name for name in GROWING)):
             found = (mirror.folder / name).read_bytes() if (mirror.folder / name).exists() else b""
             assert (there / name).read_bytes().startswith(found) and (found or name == "tape.jsonl"), name
     finally:
@@ -308,7 +320,7 @@ def test_what_is_watched_is_what_is_there(going: Going) -> None:
 def test_wrong_tokens(going: Going, tmp_path: Path) -> None:
     start, secret, print_ = going.token.split(".")
     turned = secret[::-1] if secret[::-1] != secret else f"A{secret[1:]}"
-    for command in ("join", "status", "stop", "watch"):
+    for command in ("join", "status", "stop", "pause", "tokens", "watch"):
         assert_refused(
             tmp_path, command, going.address, "--token", f"{start}.{turned}.{print_}", says="does not accept the token"
         )
@@ -342,7 +354,7 @@ def test_other_text_is_refused_and_named(going: Going, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", **dict.fromkeys(("arzhan", "auren", "thelis", "vesnar", "zumeri"), "other words"))
     done = going.ask("join", "--data", str(text), "--device", "cpu")
     assert done.code == 2 and "The data here is not the run's" in done.sentence and "--data DIR" in done.sentence
-    assert len(json.loads(going.ask("status", "--json").out)["machines"]) == 1
+    assert len(going.status()["machines"]) == 1
 
 
 def test_a_port_in_use(going: Going, tmp_path: Path) -> None:
@@ -371,10 +383,10 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     assert left.code == 0 and re.search(
         rf"Left the run \(stopped by SIGINT\): ({became}|nothing was under way)\.\n$", left.out
     ), left
-    wait_until(lambda: not json.loads(going.ask("status", "--json").out)["machines"], "the machine is gone")
+    wait_until(lambda: not going.status()["machines"], "the machine is gone")
 
     link = connect(going.address, going.token)
-    silent = link.join("silent", returning=None, pace_s=None, layout=None)["machine"]  # whoever is here is waited for a while
+    silent = link.join("silent", returning=None, layout=None).ticket  # whoever is here is waited for a while
     done = going.ask("stop")
     assert done.code == 0 and "stopped and saved" in done.out
     assert "The run has ended: stopped by `heloco stop`" in going.ask("join").sentence
@@ -410,7 +422,7 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     again = programs.serve(run, port=served.port)
     assert again.program.end().code == 0
     done = worker.end()
-    assert done.code == 0 and done.out.endswith("The run has ended: finished\n"), done
+    assert done.code == 0 and done.out.endswith("The run has ended: all arrivals are in\n"), done
     assert_whole(run, 120)
 
 
@@ -420,10 +432,10 @@ def test_how_others_call_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own_names("0.0.0.0") == ("vm",) and own_names("10.1.2.3") == ("10.1.2.3",)
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert [name.startswith("localhost") for name in own_names("0.0.0.0")] in ([False], [outward_address() == "localhost"])
-    door = Door("127.0.0.1", 8443, ("head.example",))
-    assert reachable("https://127.0.0.1:8443", Recipe("run", door=door)) == "https://head.example:8443"
-    door = Door("::", 8443, ("fd00::1",))
-    assert reachable("https://[::]:8443", Recipe("run", door=door)) == "https://[fd00::1]:8443"
+    listen = ListenConfig("127.0.0.1", 8443, ("head.example",))
+    assert reachable("https://127.0.0.1:8443", ServeSpec("run", listen=listen)) == "https://head.example:8443"
+    listen = ListenConfig("::", 8443, ("fd00::1",))
+    assert reachable("https://[::]:8443", ServeSpec("run", listen=listen)) == "https://[fd00::1]:8443"
 
 
 # ---- folders and settings that are wrong
@@ -453,11 +465,11 @@ def test_settings_that_are_wrong(ended: Path, tmp_path: Path) -> None:
 
 
 def cut_journal(ended: Path, folder: Path, cut: Callable[[list[str]], list[str]]) -> Path:
-    """A copy of the run as a kill would have left it behind its first checkpoint, but for its journal."""
+    """A copy of the run as a kill would have left it after its first checkpoint, but for its journal."""
     shutil.copytree(ended, folder)
     for path in checkpoints(folder)[1:]:
         shutil.rmtree(path)
-    events = folder / "journal" / "events.jsonl"
+    [(_, events)] = segments(folder / FOLDER)
     events.write_text("".join(cut(events.read_text().splitlines(keepends=True))))
     return folder
 
@@ -467,28 +479,29 @@ def test_a_journal_that_was_cut(ended: Path, tmp_path: Path) -> None:
     for command in ("serve", "replay"):
         more = (*HERE, "--port", "0") if command == "serve" else ()
         done = heloco(command, run, *more)
-        assert done.code == 2 and "line 21 was edited, or lines before it are missing" in done.sentence, done.err
-        assert "Restore the file" in done.sentence
+        assert done.code == 2 and "the line of event 20 was edited, or lines before it are missing" in done.sentence, done.err
+        assert "Restore the file" in done.sentence and f"heloco rollback {run}" in done.sentence
     run = cut_journal(ended, tmp_path / "short", lambda lines: lines[: len(lines) // 2])
     before = tape(run)
     done = heloco("serve", run, *HERE, "--port", "0")
-    assert done.code == 2 and "is cut short: the tape has 40 lines" in done.sentence and "Restore it" in done.sentence, done.err
+    assert done.code == 2 and "is cut short: it reaches to event" in done.sentence and "Restore it" in done.sentence, done.err
     assert before == tape(ended)
 
 
 def test_a_journal_shorter_than_the_checkpoint(ended: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(ended, run)
-    events = run / "journal" / "events.jsonl"
+    [(_, events)] = segments(run / FOLDER)
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:30]))
-    done = heloco("serve", run, *HERE, "--port", "0")
-    assert done.code == 2 and "is cut short" in done.sentence, (done.out, done.err)
+    done = heloco("serve", run, *HERE, "--port", "0")  # all that was acknowledged is in the checkpoint
+    assert done.code == 0 and done.out.endswith("is finished: all 40 arrivals are in.\n"), (done.out, done.err)
 
 
 def test_too_few_machines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     few = ("--min-workers", "2", "--give-up-after-s", "0.5")
-    done = heloco("serve", *SMALL, "--arrivals", "6", "--seats", "1", *few, *HERE, "--port", "0", "--out", run)
+    assert_refused(tmp_path, "serve", *SMALL, "--seats", "1", *few, *HERE, "--out", run, says="that many machines can never take")
+    done = heloco("serve", *SMALL, "--arrivals", "6", "--seats", "2", *few, *HERE, "--port", "0", "--out", run)
     assert done.code == 2 and "The run pauses: 0 of at least 2 machines are here." in done.out
     assert (
         "0 of at least 2 machines are here, for more than 0.5 s" in done.sentence
@@ -514,7 +527,7 @@ def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -
 
     served = programs.serve(run, *settings)
     assert served.token == early.token
-    watching = programs.heloco("watch", served.address, "--text", HELOCO_TOKEN=served.token)  # waits for a model
+    watching = programs.heloco("watch", served.address, "--text", HELOCO_TOKEN=served.viewer)  # waits for a model
     script = Path(__file__).parents[1] / "examples" / "plain_loop.py"
     loop = programs.start(
         "loop", [sys.executable, str(script), "--steps", "100"], HELOCO_ADDRESS=served.address, HELOCO_TOKEN=served.token

@@ -111,9 +111,8 @@ def parser() -> Parser:
     add_tokens_flags(add("tokens", tokens, "List, make and revoke the tokens of a run on real machines."))
     add_doctor_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
-    add_rollback_flags(
-        add("rollback", rollback, "Return a real run to an earlier arrival, also without a machine's contributions.")
-    )
+    about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."
+    add_rollback_flags(add("rollback", rollback, about))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))

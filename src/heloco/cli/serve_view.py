@@ -5,6 +5,7 @@ The display reads only what is added to the run's files while it looks: neither 
 import json
 import math
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,7 +102,8 @@ class RunView:
         self.meta: Record = {}
         self._tape: Tail | None = None
         self._evals: Tail | None = None
-        self._new_lines: list[str] = []
+        self._new_sentences: list[tuple[int, str]] = []
+        """(arrival, what there is to say about it)"""
         self._losses: list[float] = []
         self._machines: dict[str, str] = {}
         self._paused = ""
@@ -113,28 +115,34 @@ class RunView:
             self.meta = json.loads((self.folder / META).read_text())
             self._tape, self._evals = Tail(self.folder / TAPE), Tail(self.folder / EVALS)
             if self._evals.last is not None:
-                self._new_lines.append(_evaluation_sentence(self._evals.last, self.meta))
+                self._new_sentences.append(_evaluation_sentence(self._evals.last, self.meta))
             return
         assert self._tape is not None and self._evals is not None
         for line in self._tape.more():
             if line.get("loss") is not None:
                 self._losses = [*self._losses[-99:], float(line["loss"])]
             if self.is_external and line["verdict"] != "refused":
-                self._new_lines += self._mark(line)
-        self._new_lines += [_evaluation_sentence(line, self.meta) for line in self._evals.more()]
+                self._new_sentences += self._mark(line)
+        self._new_sentences += [_evaluation_sentence(line, self.meta) for line in self._evals.more()]
 
     @property
     def is_external(self) -> bool:
         return self.meta.get("task_digest") == EXTERNAL
 
-    def _mark(self, line: Record) -> list[str]:
+    def _mark(self, line: Record) -> list[tuple[int, str]]:
         """Where nothing is evaluated: now and then, what the machines say of their losses."""
-        every = self.meta.get("eval_every") or 10
-        if line["arrival"] % every:
+        every, planned = self._settings()
+        if line["arrival"] % every and line["arrival"] != planned:
             return []
         recent = self._losses[-every:]
         loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
-        return [f"arrival {line['arrival']:>6}  real {duration(line['time_s'])}  {loss}"]
+        return [(line["arrival"], f"real {duration(line['time_s'])}  {loss}")]
+
+    def _settings(self) -> tuple[int, int]:
+        """Arrivals between evaluations, and in all."""
+        settings = tomllib.loads((self.folder / CONFIG).read_text()).get("run", {})
+        planned = int(settings.get("arrivals", 0))
+        return int(settings.get("eval_every", 0)) or planned or 1, planned
 
     @property
     def loss(self) -> str:
@@ -145,7 +153,7 @@ class RunView:
         return f"validation loss [b]{number((last or {}).get('mean', {}).get('loss'))}[/]"
 
     def panel(self, status: Status) -> RenderableType:
-        self._new_lines.clear()
+        self._new_sentences.clear()
         left_s = (status.planned - status.arrivals) / status.per_minute * 60 if status.per_minute else math.nan
         times = f"{duration(status.time_s)} gone" + (f", {duration(left_s)} left" if math.isfinite(left_s) else "")
         bar = Table.grid(padding=(0, 1), expand=True)
@@ -171,16 +179,14 @@ class RunView:
         if paused != self._paused:
             self._paused = paused
             print(f"The run pauses: {paused}." if paused else "The run goes on.", flush=True)
-        for line in self._new_lines:
-            print(line, flush=True)
-        self._new_lines.clear()
+        for arrival, sentence in self._new_sentences:
+            print(f"arrival {arrival:>6}/{status.planned}  {sentence}", flush=True)
+        self._new_sentences.clear()
 
 
-def _evaluation_sentence(line: Record, meta: Record) -> str:
-    return (
-        f"arrival {line['arrival']:>6}  real {duration(line['time_s'])}  {line['units']:,} {meta['unit']}  "
-        f"mean validation loss {number(line['mean'].get('loss'))}"
-    )
+def _evaluation_sentence(line: Record, meta: Record) -> tuple[int, str]:
+    loss = f"mean validation loss {number(line['mean'].get('loss'))}"
+    return line["arrival"], f"real {duration(line['time_s'])}  {line['units']:,} {meta['unit']}  {loss}"
 
 
 def count_machines(count: int) -> str:
