@@ -32,7 +32,7 @@ from heloco.engine.cluster.memory import memory_of
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.disk import write_all
-from heloco.run.tensors import Layout, pieces
+from heloco.wire.layout import Layout, pieces
 from heloco.task.gpt import TinyGPT, preset
 
 MODELS = {"1m": "1m", "15m": "paper", "124m": "124m", "1b": "124m"}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from arrival import over_https, over_ray
-from heloco.run.tensors import Layout
+from heloco.wire.layout import Layout
 
 BLOCKS = {f"parameter.{i}": torch.zeros(shape) for i, shape in enumerate([(256, 64), (64, 64), (64,)])}
 DELTA = {f"pseudo_gradient.{i}": torch.full_like(t, 1e-3) for i, t in enumerate(BLOCKS.values())}

@@ -19,10 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from conftest import evals, on_threads, tape
-from heloco.engine.build import build_task
 from heloco.engine.cluster.gateway import check_parts
 from heloco.engine.cluster.gateway.client import HttpsLink
 from heloco.engine.cluster.gateway.credentials import Credentials, fingerprint_of, parse_token, self_signed, view_key
@@ -33,10 +29,14 @@ from heloco.engine.cluster.member import Member
 from heloco.engine.cluster.service import Service
 from heloco.engine.cluster.serving import Housekeeper, external_run, new_run
 from heloco.engine.cluster.worker import Worker
-from heloco.errors import UserError
-from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.journal import read_events
 from heloco.run.tensors import Layout, pieces
+from torch import Tensor
+
+from conftest import evals, on_threads, tape
+from heloco.engine.build import build_task
+from heloco.errors import UserError
+from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
 
 pytest.importorskip("starlette", reason="starlette is not installed")

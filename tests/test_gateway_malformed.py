@@ -15,8 +15,8 @@ from urllib.parse import quote, urlencode
 
 import pytest
 import torch
-
 from heloco.run.tensors import pieces
+
 from test_gateway import REPORT, Machine, Serve, Served, serve, tiny  # noqa: F401
 
 COUNT = 10_000

@@ -18,10 +18,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install 'heloco[hf]'")
 
 from conftest import Done, Fault, assert_refused, digests, evals, heloco, outcome, tape, train, write_text  # noqa: E402
+from heloco.cluster.client.worker import Worker, task_of  # noqa: E402
+from heloco.cluster.server.local_link import LocalLink  # noqa: E402
+from heloco.cluster.server.process import RunHost, spec_of  # noqa: E402
 from heloco.engine.build import build_task, load_model  # noqa: E402
-from heloco.engine.cluster.host import Host, recipe_of  # noqa: E402
-from heloco.engine.cluster.link import LocalLink  # noqa: E402
-from heloco.engine.cluster.worker import Worker, task_of  # noqa: E402
 from heloco.errors import UserError  # noqa: E402
 from heloco.run import RunConfig, RunFolder, resolve, with_fields  # noqa: E402
 from heloco.run.config import read_toml  # noqa: E402
@@ -250,7 +250,7 @@ def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
         "context": 16,
     }
     config = resolve(with_fields(RunConfig(), {**values, "eval_every": 0, "device": "cpu"}))
-    host = Host(recipe_of(config, tmp_path / "run"))
+    host = RunHost.open(spec_of(config, tmp_path / "run"))
     try:
         described = host.service.describe()
         here = model.rename(tmp_path / "here")
@@ -259,7 +259,7 @@ def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
         task, config = task_of(described, hf=str(here), device="cpu")
         assert config.data.tokenizer == str(here / "tokenizer.json")
         worker = Worker(task, config, tell=lambda _: None)
-        assert "finished" in worker.run(LocalLink(host.service), "here", described["run"])
+        assert "all arrivals are in" in worker.run(LocalLink(host.service), "here", described.run)
         gpt2_config(n_inner=64, vocab_size=400).save_pretrained(here)
         with pytest.raises(UserError, match="--hf DIR"):
             task_of(described, hf=str(here), device="cpu")

@@ -6,7 +6,7 @@ from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.protocol.messages import Assignment, ContributionReport, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.protocol.tokens import format_token, parse_token
-from heloco.cluster.server.tokens import TokenBook
+from heloco.cluster.server.token_book import TokenBook
 from heloco.errors import UserError
 from small_cluster import NO_DIGEST, Clock, Hand, delta, opened
 

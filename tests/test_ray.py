@@ -22,8 +22,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-import small_cluster
-from conftest import evals, tape
 from fault_run import check_arrivals, check_ledger
 from heloco.engine.cluster.host import recipe_of
 from heloco.engine.cluster.link import Denied, LinkDown, digest_of
@@ -35,10 +33,13 @@ from heloco.engine.cluster.on_ray.probe import listens, probe, split
 from heloco.engine.cluster.on_ray.store import store_bytes
 from heloco.engine.cluster.replay import replay
 from heloco.engine.cluster.worker import task_of
-from heloco.errors import UserError
-from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
 from heloco.run.journal import read_events
 from heloco.run.tensors import Layout, pieces
+
+import small_cluster
+from conftest import evals, tape
+from heloco.errors import UserError
+from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
 
 LONGEST_S = 90.0
 TINY: dict[str, Any] = {

@@ -16,16 +16,21 @@ FLOORS = [
     {"policy"},
     {"ledger"},
     {"synchronizer", "methods"},
+    {"records"},
+    {"wire"},
     {"task"},
     {"inner"},
     {"run"},
     {"engine"},
+    {"cluster"},
     {"report"},
     {"study"},
     {"cli"},
 ]
 """From the top: a room may import from the floors above its own, and within itself."""
-FOR_ALL = {"errors", "seeds"}
+FOR_ALL = {"errors", "seeds", "disk", "finite", "places"}
+CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
+"""The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
@@ -78,6 +83,38 @@ def test_a_room_imports_only_from_rooms_above_it(path):
             assert FLOOR_OF[other] < FLOOR_OF[room], f"{path}:{line}: {room} imports {other}, which is not above it"
 
 
+def cluster_room_of(module: str) -> str:
+    return module.split(".")[2]
+
+
+CLUSTER_MODULES = [path for path in MODULES if room_of(path) == "cluster" and path.parent != PACKAGE / "cluster"]
+
+
+@pytest.mark.parametrize("path", CLUSTER_MODULES, ids=name_of)
+def test_inside_the_cluster_protocol_comes_first_then_server_and_client_then_gateway_and_ray(path):
+    floors = {room: floor for floor, rooms in enumerate(CLUSTER_FLOORS) for room in rooms}
+    room = cluster_room_of(name_of(path))
+    for line, module in imports_of(path):
+        if module.startswith("heloco.cluster."):
+            other = cluster_room_of(module)
+            assert other == room or floors[other] < floors[room], f"{path}:{line}: {room} imports {other}"
+
+
+def test_the_three_lines_load_no_server_no_journal_no_config_and_no_model_of_ours():
+    code = "import heloco, sys; heloco.join; print(*sorted(m for m in sys.modules if m.startswith('heloco')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    cluster = ("heloco.cluster.server", "heloco.cluster.gateway", "heloco.cluster.ray")
+    others = ("heloco.run", "heloco.task", "heloco.engine", "heloco.outer", "heloco.records.journal")
+    assert not [module for module in loaded if module.startswith((*cluster, *others))]
+    assert len(loaded) <= 24, loaded
+
+
+def test_no_two_modules_share_a_name():
+    stems = [path.stem for path in MODULES if path.stem not in ("__init__", "__main__")]
+    twice = {stem for stem in stems if stems.count(stem) > 1}
+    assert twice <= {"portable", "workers", "terminal", "page", "tables", "curves", "blocks", "report", "study", "join"}
+
+
 def test_the_packages_face_imports_nothing_when_it_is_loaded():
     """It names every room, for type checkers and on demand, but importing it costs nothing."""
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
@@ -101,6 +138,8 @@ def test_whoever_imports_the_package_itself_wants_its_version_alone():
         ("policy", {"torch", "numpy"}),
         ("ledger.py", {"torch", "numpy"}),
         ("report", {"torch", "numpy"}),
+        ("records", {"torch", "numpy"}),
+        ("places.py", {"torch", "numpy"}),
         ("task/corpus", {"torch"}),
         ("errors.py", {"torch", "numpy"}),
         ("seeds.py", {"torch", "numpy"}),
@@ -137,7 +176,7 @@ def test_time_threads_files_and_networks_stay_out_of_the_synchronizer():
 def test_no_room_uses_a_wall_clock_but_the_ones_that_show_or_keep_it():
     allowed = {"report", "run", "task", "study", "cli"}
     for path in MODULES:
-        real = path.is_relative_to(PACKAGE / "engine" / "cluster")  # runs on real machines take real time
+        real = path.is_relative_to(PACKAGE / "cluster")  # runs on real machines take real time
         if room_of(path) not in allowed and not real:
             assert not {top(module) for _, module in imports_of(path)} & {"time", "datetime"}, path
 

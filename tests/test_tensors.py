@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from heloco.run.tensors import DTYPES, Layout, mapped, pieces, view, write
+from heloco.wire.layout import DTYPES, Layout, mapped, pieces, view, write
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMED = st.dictionaries(

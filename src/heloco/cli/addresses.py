@@ -57,7 +57,7 @@ def local_run(folder: Path, right: "Right") -> tuple[str, str]:
     """(address, token) of a run that is served on this machine, from its own folder."""
     from heloco.cluster.gateway.credentials import CERTIFICATE, fingerprint_in
     from heloco.cluster.server.process import CREDENTIALS, ListenConfig
-    from heloco.cluster.server.tokens import FILE, TokenBook
+    from heloco.cluster.server.token_book import FILE, TokenBook
 
     listen = ListenConfig.kept(folder)
     if listen is None or not (folder / CREDENTIALS / FILE).exists():

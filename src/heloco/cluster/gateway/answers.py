@@ -12,7 +12,7 @@ from starlette.routing import Route
 from heloco.cluster.gateway.auth import DISCARDED, TOKEN, unread
 from heloco.cluster.protocol.messages import Right, encode
 from heloco.cluster.protocol.refusals import Code, Refused
-from heloco.cluster.server.tokens import Token
+from heloco.cluster.server.token_book import Token
 from heloco.errors import RunStopped, UserError
 
 Handler = Callable[[Request], Awaitable[Any]]

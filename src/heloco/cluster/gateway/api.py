@@ -23,7 +23,7 @@ from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.process import RunHost
-from heloco.cluster.server.tokens import Token
+from heloco.cluster.server.token_book import Token
 from heloco.cluster.server.transfers import Upload
 from heloco.wire.layout import Layout
 

@@ -10,7 +10,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qs
 
-from heloco.cluster.server.tokens import Token, TokenBook
+from heloco.cluster.server.token_book import Token, TokenBook
 
 PAGE = "/page"
 COOKIE = "heloco-view"

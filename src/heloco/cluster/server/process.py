@@ -15,7 +15,7 @@ from heloco.cluster.server.housekeeping import Housekeeper
 from heloco.cluster.server.open_run import external_run, new_run, old_run
 from heloco.cluster.server.resident_memory import give_memory_back
 from heloco.cluster.server.service import Service
-from heloco.cluster.server.tokens import TokenBook
+from heloco.cluster.server.token_book import TokenBook
 from heloco.disk import write_atomically
 from heloco.engine.build import build_task
 from heloco.errors import UserError
