@@ -132,16 +132,13 @@ class Api:
         """Who asks; it must mean this run, and not ask too often."""
         ticket = shown_ticket(request)
         if ticket is None:
-            raise Refused(
-                Code.SECRET, "The request does not say which machine asks: show its ticket in the header heloco-machine."
-            )
+            raise Refused(Code.SECRET, "The request shows no ticket of a machine, in the header heloco-machine.")
         is_here = ticket.machine in self.service.state.roster.present
         self._limit(self._requests, ticket.machine if is_here else _address(request))
-        run = header(request.scope, b"heloco-run").decode("latin-1")
-        if run != self.service.state.run_id:
-            raise Refused(
-                Code.OTHER_RUN, f"Here is run {self.service.state.run_id}, not {run}: join this one, or fix the address."
-            )
+        meant, here = header(request.scope, b"heloco-run").decode("latin-1"), self.service.state.run_id
+        if meant != here:
+            raise Refused(Code.OTHER_RUN, f"Here is run {here}, not {meant}: join this one, or fix the address.")
+        self.service.state.machine(ticket)
         return ticket
 
     def _limit(self, buckets: Buckets, name: str) -> None:

@@ -95,7 +95,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _refuse(self, _: str) -> None:
         """What is not HTTP is answered like every other refusal."""
-        text = json.dumps({"denied": "http", "sentence": "That is no HTTP/1.1 request, or its headers are too long."})
+        text = json.dumps({"code": "http", "text": "That is no HTTP/1.1 request, or its headers are too long."})
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\nconnection: close"
         self._transport.write(f"{head}\r\n\r\n{text}".encode())
         self._transport.close()

@@ -33,7 +33,7 @@ class GatewayServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: Any = None
-        self._api: Any = None
+        self.api: Any = None
 
     @property
     def fingerprint(self) -> str:
@@ -61,7 +61,7 @@ class GatewayServer:
         from heloco.cluster.gateway.connection import Connection, fastest_loop
 
         made = app(self.run, self.page)
-        self._api = made.state.api
+        self.api = made.state.api
         config = uvicorn.Config(
             made, http=cast(Any, Connection), loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False,
             server_header=False, access_log=False, log_config=None, log_level="critical", limit_concurrency=CONNECTIONS,
@@ -95,7 +95,7 @@ class GatewayServer:
         if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._api.end_waiting)
+            self._loop.call_soon_threadsafe(self.api.end_waiting)
             self._server.should_exit = True
         self._thread.join()
         self._thread = None
