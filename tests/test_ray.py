@@ -22,24 +22,25 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from fault_run import check_arrivals, check_ledger
-from heloco.engine.cluster.host import recipe_of
-from heloco.engine.cluster.link import Denied, LinkDown, digest_of
-from heloco.engine.cluster.memory import memory_of
-from heloco.engine.cluster.on_ray import Cluster, RayEngine, RayLink, actor, start_ray
-from heloco.engine.cluster.on_ray import link as ray_link
-from heloco.engine.cluster.on_ray.cluster import _PINGS, Tls, _settings, _translated, check_versions, require_ray
-from heloco.engine.cluster.on_ray.probe import listens, probe, split
-from heloco.engine.cluster.on_ray.store import store_bytes
-from heloco.engine.cluster.replay import replay
-from heloco.engine.cluster.worker import task_of
-from heloco.run.journal import read_events
-from heloco.run.tensors import Layout, pieces
-
 import small_cluster
 from conftest import evals, tape
+from faults.account import check_arrivals, check_ledger
+from heloco.cluster.client.worker import task_of
+from heloco.cluster.protocol.link import LinkDown, digest_of
+from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
+from heloco.cluster.ray.probe import listens, probe, split
+from heloco.cluster.ray.ray_cluster import _PINGS, Tls, _settings, _translated, check_versions, require_ray
+from heloco.cluster.ray.store import store_bytes
+from heloco.cluster.server.process import spec_of
+from heloco.cluster.server.replay import replay
+from heloco.cluster.server.resident_memory import memory_of
 from heloco.errors import UserError
+from heloco.records.events import Abandon, Dispatch, Event, Part
+from heloco.records.journal import read_events
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.wire.layout import Layout, pieces
 
 LONGEST_S = 90.0
 TINY: dict[str, Any] = {
@@ -67,19 +68,20 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_S) -
     return found
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [event for event, _, _ in read_events(folder / "journal" / "events.jsonl")]
+def events(folder: Path) -> list[tuple[int, Event]]:
+    return [(mark.number, event) for event, mark in read_events(folder / "journal")]
 
 
 def check_exact(folder: Path, arrivals: int) -> None:
     """Every contribution once, no window of data skipped or repeated, and the journal gives the same parameters to the bit."""
     accepted = [line for line in tape(folder) if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
-    state, _ = checkpoint.load(checkpoint.found(folder / "checkpoints")[-1])
+    state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1])
     check_ledger(accepted, state["books"])
     run = RunFolder.open(folder)
-    described = {"external": False, "config": (folder / "config.toml").read_text(), "task_digest": run.meta()["task_digest"]}
-    found = replay(run, task_of(described, device="cpu")[0])
+    config, digest = (folder / "config.toml").read_text(), run.meta()["task_digest"]
+    info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
+    found = replay(run, task_of(info, device="cpu")[0])
     assert not found.difference, found.difference
     assert (found.lines, found.digest) == (arrivals, tape(folder)[-1]["digest"])
 
@@ -90,13 +92,13 @@ def check_exact(folder: Path, arrivals: int) -> None:
 JOINING = """
 import sys
 import torch
-from heloco.engine.cluster.on_ray import RayLink
-from heloco.engine.cluster.worker import Worker, task_of
+from heloco.cluster.client.worker import Worker, task_of
+from heloco.cluster.ray import RayLink
 torch.set_num_threads(1)
 link = RayLink(sys.argv[1])
-described = link.describe()
-task, config = task_of(described, device="cpu")
-print(Worker(task, config).run(link, sys.argv[2], described["run"]))
+info = link.describe()
+task, config = task_of(info, device="cpu")
+print(Worker(task, config).run(link, sys.argv[2], info.run))
 """
 
 
@@ -117,38 +119,39 @@ def joining(cluster: Cluster, address: str, name: str) -> Iterator["subprocess.P
 def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path):
     arrivals = 60
     folder = tmp_path / "run"
-    recipe = recipe_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
+    spec = spec_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
     with contextlib.ExitStack() as stack:
-        engine = stack.enter_context(RayEngine(recipe, workers=2, cluster=cluster))
+        engine = stack.enter_context(RaySupervisor(spec, workers=2, cluster=cluster))
         outside = [
             stack.enter_context(joining(cluster, address, name))
             for address, name in ((f"ray:{cluster.address}", "node"), (cluster.client_address, "client"))
         ]
         denied(engine)
         with pytest.raises(UserError, match="serves a run already"):
-            RayEngine(recipe_of(config(arrivals=2), tmp_path / "second"), cluster=cluster)
-        assert engine.wait(LONGEST_S) == "finished"
+            RaySupervisor(spec_of(config(arrivals=2), tmp_path / "second"), cluster=cluster)
+        assert engine.wait(LONGEST_S).kind == "finished"
         said = [process.communicate(timeout=LONGEST_S) for process in outside]
-        assert all("The run has ended: finished" in out for out, _ in said), said
+        assert all("The run has ended: all arrivals are in" in out for out, _ in said), said
         until(lambda: len([w for w in engine.workers() if "ended" in w]) == 2, "the end of the workers")
         assert all(worker["well"] for worker in engine.workers())
-        assert engine.status()["ended"] == "finished" and not engine.trouble()
+        assert engine.status().ended.kind == "finished" and not engine.trouble()
     assert {line["machine"].partition("#")[0] for line in tape(folder)} == {"local-0", "local-1", "node", "client"}
     assert evals(folder)[-1]["mean"]["loss"] < evals(folder)[0]["mean"]["loss"] - 0.5
     check_exact(folder, arrivals)
 
 
-def denied(engine: RayEngine) -> None:
-    """What the service refuses comes back by its name, with its sentence and what is known besides."""
-    with pytest.raises(Denied, match="join again") as refused:
-        engine.link.next_round("nobody#0", 0.0)
-    assert refused.value.name == "unknown-machine"
-    with pytest.raises(Denied) as refused:
-        engine.link.beat("nobody#0", 0, None)
-    assert refused.value.name == "unknown-machine"
-    with pytest.raises(Denied, match="run-id") as refused:
+def denied(engine: RaySupervisor) -> None:
+    """What the service refuses comes back with its code and its sentence."""
+    nobody = Ticket(machine="nobody#0", secret="x")
+    with pytest.raises(Refused, match="join again") as refused:
+        engine.link.next_round(nobody, 0.0)
+    assert refused.value.code is Code.UNKNOWN_MACHINE
+    with pytest.raises(Refused) as refused:
+        engine.link.beat(nobody, 0)
+    assert refused.value.code is Code.UNKNOWN_MACHINE
+    with pytest.raises(Refused, match="run-id") as refused:
         engine.link.read("run-id", 0)
-    assert refused.value.name == "path"
+    assert refused.value.code is Code.PATH
 
 
 # ---- tensors in pieces
@@ -170,29 +173,29 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
     import ray
 
     monkeypatch.setattr(actor, "PIECE", 1 << 16)
-    recipe = recipe_of(small_cluster.config(paces=[1.0]), tmp_path / "run")
+    spec = spec_of(small_cluster.config(paces=[1.0]), tmp_path / "run")
     there = actor.SynchronizerActor()
-    there.begin(recipe, 1)
+    there.begin(spec, 1)
     try:
         blocks = {"parameter.0": torch.arange(150_000.0) / 1e6}
         layout = Layout.of(blocks)
-        machine = there.join("one", None, 1.0, layout.as_json())[1]["machine"]
+        request = small_cluster.join_request("one", layout=layout.entries)
+        ticket = there.join(request, None)[1].ticket
         here = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]
-        assert there.send_model(machine, layout.as_json(), here, ["w"], digest_of(layout, blocks)) == ("ok", None)
-        contribution = Layout.from_json(there.join("one", machine, 1.0, layout.as_json())[1]["contribution"])
-        held = there.next_round(machine, 5.0)[1]
-        key = (held["worker"], held["round"], held["version"])
-        start = there.fetch(machine, key)[1]
+        commit = ModelCommit(names=("w",), digest=digest_of(layout, blocks))
+        assert there.send_model(ticket, layout, here, commit) == ("ok", None)
+        contribution = Layout(there.join(request, ticket)[1].contribution_layout)
+        key = there.next_round(ticket, 5.0)[1].key
+        start = there.fetch(ticket, key)[1]
         assert np.concatenate([ray.get(piece) for piece in start]).tobytes() == b"".join(pieces(layout, blocks))
 
         delta = {"pseudo_gradient.0": torch.linspace(-1, 1, 150_000)}
         whole = b"".join(pieces(contribution, delta))
-        incoming = there.service.incoming(machine, key)
-        incoming.write(incoming.begin(0), whole[:200_000])
+        upload = there.service.contributions.upload(ticket, key)
+        upload.write(upload.begin(0), whole[:200_000])
         boxed = [ray.put(np.frombuffer(whole[at : at + 65_536], np.uint8)) for at in range(0, len(whole), 65_536)]
-        report = {**small_cluster.REPORT, "digest": digest_of(contribution, delta)}
-        said = there.hand_in(machine, key, boxed, report)
-        assert said[0] == "ok" and said[1]["arrival"] == 1, said
+        said = there.hand_in(ticket, key, boxed, small_cluster.report(digest_of(contribution, delta)))
+        assert said[0] == "ok" and said[1].arrival == 1, said
         [written] = (tmp_path / "run" / "journal").glob("*.safetensors")
         assert written.read_bytes() == whole
     finally:
@@ -202,12 +205,12 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
 # ---- faults
 
 
-def stopped_with_a_round(engine: RayEngine, worker: dict[str, Any]) -> dict[str, Any] | None:
+def stopped_with_a_round(engine: RaySupervisor, worker: dict[str, Any]) -> MachineStatus | None:
     """What the run knows of the worker, which stands still and holds a round; or None, and it goes on."""
     os.kill(worker["pid"], signal.SIGSTOP)
     time.sleep(0.2)  # what it had asked for is answered
-    known = next(m for m in engine.status()["machines"] if m["name"] == worker["name"])
-    if known["round"]:
+    known = next(m for m in engine.status().machines if m.name == worker["name"])
+    if known.round:
         return known
     os.kill(worker["pid"], signal.SIGCONT)
     return None
@@ -219,20 +222,20 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     folder = tmp_path_factory.mktemp("broken") / "run"
     arrivals = 120
     said: list[str] = []
-    with RayEngine(
-        recipe_of(config(arrivals=arrivals, inner_steps=30), folder), workers=3, cluster=cluster, tell=said.append
+    with RaySupervisor(
+        spec_of(config(arrivals=arrivals, inner_steps=30), folder), workers=3, cluster=cluster, tell=said.append
     ) as e:
-        until(lambda: len({m["name"] for m in e.status()["machines"] if m["arrivals"]}) == 3, "three contributors")
+        until(lambda: len({m.name for m in e.status().machines if m.arrivals}) == 3, "three contributors")
         worker = e.workers()[0]
         victim = until(lambda: stopped_with_a_round(e, worker), "a round under way")
         os.kill(worker["pid"], signal.SIGKILL)
-        struck_s = e.status()["time_s"]
+        struck_s = e.status().time_s
         until(lambda: any("another takes its place" in text for text in said), "the worker's death")
-        until(lambda: e.status()["arrivals"] >= arrivals // 2, "half of the run")
+        until(lambda: e.status().arrivals >= arrivals // 2, "half of the run")
         first = e.pid
         os.kill(first, signal.SIGKILL)
         until(lambda: e.restarts == 1, "the restart")
-        assert e.wait(LONGEST_S) == "finished"
+        assert e.wait(LONGEST_S).kind == "finished"
         until(lambda: len([w for w in e.workers() if "ended" in w]) == 3, "the end of the workers")
         assert e.pid != first
         workers = e.workers()
@@ -241,16 +244,17 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def test_the_round_of_a_worker_that_is_killed_goes_to_another_at_once(broken):
     happened = events(broken["folder"])
-    victim = broken["victim"]["machine"]
-    left = next(event for event in happened if event["event"] == "leave" and event["machine"] == victim)
-    assert left["reason"] == "its process died"
-    given_up = next(event for event in happened if event["event"] == "abandon" and event["n"] > left["n"] - 3)
-    assert given_up["worker"] == broken["victim"]["round"][0] and given_up["reason"] == "its process died"
+    victim = broken["victim"].machine
+    number, left = next((n, event) for n, event in happened if isinstance(event, Part) and event.machine == victim)
+    assert (left.kind, left.text) == ("lost", "its process died")
+    given_up = next((n, event) for n, event in happened if isinstance(event, Abandon) and n > number - 3)
+    assert given_up[1].worker == broken["victim"].round.worker and given_up[1].text == "its process died"
     patience_s = TINY["beat_s"] * 10
-    assert left["time_s"] - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
-    again = next(e for e in happened if e["n"] > given_up["n"] and e["event"] == "dispatch" and e["worker"] == given_up["worker"])
-    assert again["machine"] != victim
-    assert not [event for event in happened if event["event"] == "lost"]
+    assert left.time_s - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
+    dispatched = [event for n, event in happened if n > given_up[0] and isinstance(event, Dispatch)]
+    again = next(event for event in dispatched if event.worker == given_up[1].worker)
+    assert again.machine != victim
+    assert not [event for _, event in happened if isinstance(event, Part) and "no progress" in event.text]
 
 
 def test_a_synchronizer_that_is_killed_goes_on_from_its_journal_and_counts_every_acknowledged_contribution_once(broken):
@@ -268,7 +272,7 @@ def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_
     (tmp_path / "run" / "something").touch()
     for _ in range(2):
         with pytest.raises(UserError, match="no empty folder"):
-            RayEngine(recipe_of(config(arrivals=2), tmp_path / "run"), cluster=cluster)
+            RaySupervisor(spec_of(config(arrivals=2), tmp_path / "run"), cluster=cluster)
     assert not cluster.broken()
     with pytest.raises(LinkDown, match="No run is being served"):
         RayLink().describe()
@@ -327,8 +331,8 @@ def test_beyond_loopback_there_must_be_tls():
 
 WITH_TLS = """
 import json, sys
-from heloco.engine.cluster.on_ray.cluster import Tls, start_ray
-from heloco.engine.cluster.on_ray.probe import probe
+from heloco.cluster.ray.probe import probe
+from heloco.cluster.ray.ray_cluster import Tls, start_ray
 from heloco.errors import UserError
 folder = sys.argv[1]
 tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
@@ -395,7 +399,8 @@ def test_another_version_of_ray_is_named_with_ours(monkeypatch):
     assert "The cluster's Ray is 2.9.3 and this machine's is" in str(_translated(refused.value, "head:6379"))
     link = RayLink.__new__(RayLink)
     link._ray = ray
-    monkeypatch.setattr(link, "_ask", lambda _: {"ray": "2.9.3"}, raising=False)
+    info = RunInfo(run="", heloco="", config="", task_digest="", model_digest="", external=False, ray="2.9.3")
+    monkeypatch.setattr(link, "_ask", lambda _: info, raising=False)
     with pytest.raises(UserError, match=r"The cluster's Ray is 2\.9\.3"):
         link.describe()
 
@@ -418,7 +423,7 @@ def test_a_port_that_speaks_something_else_is_named():
 
 
 def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
-    known = store_bytes(recipe_of(config(paces=[1.0] * 4), tmp_path / "none"))
+    known = store_bytes(spec_of(config(paces=[1.0] * 4), tmp_path / "none"))
     tokens = 2 * 257 * 32 + 16 * 32
     assert 4 * 6 * tokens < known < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
 
@@ -432,11 +437,11 @@ def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tu
     arrivals, peak = 6 * workers, 0
     settings |= {"inner_steps": 1, "checkpoint_every": 0, "eval_every": 0, "assign": "flexible"}
     small = config(arrivals=arrivals, paces=[1.0] * workers, **settings)
-    with RayEngine(recipe_of(small, folder), workers=workers, cluster=cluster) as engine:
+    with RaySupervisor(spec_of(small, folder), workers=workers, cluster=cluster) as engine:
         end = time.monotonic() + LONGEST_S
-        while not engine.status()["ended"] and time.monotonic() < end:
+        while engine.status().ended is None and time.monotonic() < end:
             peak = max(peak, memory_of(engine.pid)["peak"])
-        assert engine.wait(10) == "finished"
+        assert engine.wait(10).kind == "finished"
     return peak, 4 * RunFolder.open(folder).meta()["parameters"]
 
 
@@ -461,11 +466,11 @@ def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, 
 
 
 def lose_ray(process: str, folder: Path) -> None:
-    with RayEngine(recipe_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
-        until(lambda: engine.status()["arrivals"] >= 30, "thirty arrivals")
+    with RaySupervisor(spec_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
+        until(lambda: engine.status().arrivals >= 30, "thirty arrivals")
         found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster._folder}"], text=True)
         os.kill(int(found.split()[0]), signal.SIGKILL)
-        assert engine.wait(2 * LONGEST_S) == "finished"
+        assert engine.wait(2 * LONGEST_S).kind == "finished"
         assert engine.restarts == 1
 
 

@@ -331,14 +331,14 @@ class RaySupervisor:
     def trouble(self) -> str:
         return self._trouble
 
-    def wait(self, timeout_s: float | None = None) -> str:
+    def wait(self, timeout_s: float | None = None) -> Ended:
         """Until the run has ended; says why. A run that cannot go on is a RunStopped."""
         if not self._over.wait(timeout_s):
             raise TimeoutError(f"The run has not ended within {timeout_s} s.")
         assert self._ended is not None
         if self._ended.kind in ("failed", "gave-up"):
             raise RunStopped(self._ended.text)
-        return self._ended.text
+        return self._ended
 
     def stop(self, reason: str = "stopped") -> None:
         """What is there is saved, and the machines are told."""
