@@ -50,7 +50,8 @@ def test_every_kind_of_event_comes_back_as_it_was(tmp_path):
         Resume(time_s=1.5),
         Abandon(time_s=2.0, worker=3, round=4, kind="lost", text='a "quoted" \\ text\n'),
         Receive(
-            time_s=1e-9, worker=0, round=1, version=2, machine="m#1", bytes=10, digest="ab", loss=None, last_loss=0.1, samples=1, units=2
+            time_s=1e-9, worker=0, round=1, version=2, machine="m#1", bytes=10, digest="ab", loss=None, last_loss=0.1,
+            samples=1, units=2,
         ),
     ]  # fmt: skip
     journal = Journal(tmp_path)

@@ -86,8 +86,8 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
         "8443",
     )
     serve = programs.start("head", hosts.at(hosts.head, *heloco, "serve", *settings, "--out", str(run)))
-    found = serve.said(r"heloco join (https://10\.213\.7\.1:8443) --token (\S+)\n")
-    join = programs.start("site", hosts.at(hosts.site, *heloco, "join", found[1], "--name", "site"), HELOCO_TOKEN=found[2])
+    found = serve.said(r"HELOCO_TOKEN=(\S+) heloco join (https://10\.213\.7\.1:8443)\n")
+    join = programs.start("site", hosts.at(hosts.site, *heloco, "join", found[2], "--name", "site"), HELOCO_TOKEN=found[1])
 
     def arrivals() -> int:
         return (run / "tape.jsonl").read_bytes().count(b"\n")
@@ -112,5 +112,5 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
 
     ended, joined = serve.end(), join.end()
     assert ended.code == 0 and joined.code == 0, (ended, joined)
-    assert re.search(r"The run has ended: finished\n$", joined.out), joined
+    assert re.search(r"The run has ended: all arrivals are in\n$", joined.out), joined
     assert_whole(run, ARRIVALS)

@@ -377,7 +377,9 @@ def test_loops_that_join_over_https_are_watched_and_reported(host: RunHost, tmp_
     loops = [threading.Thread(target=loop, args=(host.address, token, name), daemon=True) for name in ("one", "two")]
     for thread in loops:
         thread.start()
-    watched = heloco("watch", host.address, "--token", host.token("viewer"), "--text")  # from before there is a model to the run's end
+    watched = heloco(
+        "watch", host.address, "--token", host.token("viewer"), "--text"
+    )  # from before there is a model to the run's end
     for thread in loops:
         thread.join(60)
     assert host.status().ended.kind == "finished" and watched.code == 0, watched.err

@@ -4,6 +4,7 @@ Codes (`kind`, `code`) decide; `text` is for people, and no program compares it.
 ranges while it is decoded (`decode`, `convert`), before anything is done with it.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.records.events import PauseKind
 
 T = TypeVar("T")
+_DIGITS = re.compile(r"[0-9]{1,16}")
 MAX_WHOLE = 1 << 53
 """Above it a whole number is not safe in JSON."""
 Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
@@ -312,9 +314,10 @@ def decode(content: bytes, kind: type[T]) -> T:
 
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
-    """A message from the named values of a query, whose numbers are spelt."""
+    """A message from the named values of a query, in which whole numbers are spelt with digits and nothing else."""
+    spelt = {name: int(value) if _DIGITS.fullmatch(value) else value for name, value in values.items()}
     try:
-        return msgspec.convert(dict(values), type=kind, strict=False)
+        return msgspec.convert(spelt, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Refused(Code.MALFORMED, f"The query is not as it should be: {error}.") from None
 
