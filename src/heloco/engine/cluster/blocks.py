@@ -7,8 +7,8 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from heloco.engine.cluster.files import finite
 from heloco.errors import UserError
+from heloco.outer.finite import all_finite
 from heloco.run.tensors import Layout
 
 FROZEN = "heloco.frozen"
@@ -67,7 +67,7 @@ class Blocks:
 
     def check_finite(self) -> None:
         for name, parameter in self.parameters.items():
-            if not finite([parameter.detach()]):
+            if not all_finite([parameter]):
                 raise UserError(f"The parameter {name!r} holds NaN or Inf: a run cannot begin with this model.")
 
     def wait_for_device(self) -> None:

@@ -1,13 +1,11 @@
 """What comes in from machines, and goes out to them, as files: nothing is believed before it was checked."""
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 from torch import Tensor
 
@@ -183,12 +181,6 @@ class StartFiles:
                 self._spare = path.rename(self.folder / "spare")
             else:
                 path.unlink(missing_ok=True)
-
-
-def finite(tensors: list[Tensor]) -> bool:
-    """Also not so large that its squares are infinite: no outer rule could use it."""
-    flat = (t.reshape(-1) for t in tensors if t.is_floating_point() and t.numel())
-    return all(math.isfinite(float(torch.dot(t, t))) for t in flat)  # one pass; a NaN or Inf anywhere shows in the sum
 
 
 def checked(report: dict[str, Any]) -> dict[str, Any]:

@@ -26,11 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from heloco.engine.cluster.blocks import Blocks
 from heloco.engine.cluster.connect import connect
-from heloco.engine.cluster.files import finite
 from heloco.engine.cluster.link import Denied, Key, Link
 from heloco.engine.cluster.member import Ended, Member, NotHeld
 from heloco.engine.cluster.ranks import Ranks
 from heloco.errors import RunStopped, UserError
+from heloco.outer.finite import all_finite
 
 ADDRESS = "HELOCO_ADDRESS"
 REFUSALS = 3
@@ -330,9 +330,7 @@ class Joined:
         member.pace_s = (time.perf_counter() - self._began) / self._steps
         contribution = self._blocks.contribution(self._start)
         name = f"Round {key[1]} of worker {key[0]}"
-        if not finite(
-            [t for block, t in contribution.items() if not block.startswith("buffer.")]
-        ):  # a buffer may be a mask of −∞
+        if not all_finite(t for block, t in contribution.items() if not block.startswith("buffer.")):  # that may be a mask of −∞
             self._give_up_as_not_finite(name)
             return
         self._refused = 0

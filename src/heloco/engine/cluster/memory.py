@@ -41,10 +41,9 @@ def forget(address: int, size: int) -> None:
 
 
 @contextlib.contextmanager
-def lean(mapped: Mapping[str, Tensor], model_bytes: int, models: int = 1) -> Iterator[None]:
-    """If need be, forgets again and again what was read of these tensors of a mapped file, to which nobody may write. `models`:
-    how many come into memory with their use."""
-    if not LINUX or model_bytes < WORTH or resident_bytes() + models * model_bytes < MOST * model_bytes:
+def lean(mapped: Mapping[str, Tensor], model_bytes: int) -> Iterator[None]:
+    """If need be, forgets again and again what was read of these tensors of a mapped file, to which nobody may write."""
+    if not LINUX or model_bytes < WORTH or resident_bytes() + model_bytes < MOST * model_bytes:
         yield
         return
     parts = [(t.data_ptr(), t.nbytes) for t in mapped.values() if t.nbytes]

@@ -9,10 +9,11 @@ import shutil
 from typing import Any
 
 from heloco.engine.cluster.attendance import Attendance
-from heloco.engine.cluster.files import Denied, Incoming, Key, checked, finite, full_disk
+from heloco.engine.cluster.files import Denied, Incoming, Key, checked, full_disk
 from heloco.engine.cluster.machines import Machine
 from heloco.engine.cluster.memory import lean
 from heloco.engine.cluster.recorded import Ack, RecordedRun, as_contribution
+from heloco.outer.finite import all_finite
 from heloco.run.tensors import Layout, mapped
 from heloco.synchronizer import NOT_FINITE, Contribution
 
@@ -83,11 +84,11 @@ class Service(Attendance):
         event = {"worker": key[0], "round": key[1], "version": key[2], **told}
         tensors = mapped(incoming.path, incoming.layout)
         assert self.recorded is not None
-        with lean(tensors, incoming.layout.size, models=2 if self.recorded.synchronizer.guard.clips else 1):
+        with lean(tensors, self.recorded.synchronizer.theta_bytes):
             return self._used(machine, key, as_contribution(event, tensors), told["digest"])
 
     def _used(self, machine: str, key: Key, contribution: Contribution, digest: str) -> Ack:
-        if not finite(contribution.pseudo_gradient):
+        if not all_finite(contribution.pseudo_gradient):
             return self._refuse(machine, key, NOT_FINITE)
         with self._recording() as run:
             if ack := self._ack(key):
@@ -168,7 +169,7 @@ class Service(Attendance):
                 model.restart()
                 raise Denied("corrupted", "what arrived is not what was sent (its digest differs): send it again.", size=0)
             tensors = mapped(model.path, model.layout)
-            if not finite([t for name, t in tensors.items() if name.startswith("parameter.")]):  # a buffer may be a mask of −∞
+            if not all_finite(t for name, t in tensors.items() if name.startswith("parameter.")):  # a buffer may be a mask of −∞
                 raise Denied("not-finite", "the model holds NaN or Inf.")
             self._take_up(self._found(model.layout, tensors, names))
             model.close(remove=True)

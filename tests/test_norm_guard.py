@@ -1,0 +1,155 @@
+"""The norm guard in the synchronizer: what is far too large is scaled down or refused, and nothing else is touched."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from heloco.methods import METHODS
+from heloco.policy import NormGuard
+from heloco.rounds import Arrival, Contribution
+from heloco.synchronizer import Synchronizer
+from test_synchronizer import SHAPES, WORKERS, build, close, momenta, random_deltas, same, snapshot
+
+CLIP, REFUSE = NormGuard(10.0, "clip"), NormGuard(10.0, "refuse")
+
+
+def arrive(synchronizer: Synchronizer, worker: int, deltas: list[Tensor]) -> Arrival:
+    for each in range(WORKERS):
+        if each not in synchronizer.held and each not in synchronizer.waiting:
+            synchronizer.dispatch(each)
+    held = synchronizer.held[worker]
+    return synchronizer.receive(Contribution(worker, held.index, held.version, deltas))
+
+
+def drawn(seed: int, times: float = 1.0) -> list[Tensor]:
+    return [0.1 * times * delta for delta in random_deltas(torch.Generator().manual_seed(seed))]
+
+
+def after(method: str, guard: NormGuard | None, last: list[list[Tensor]], **knobs: Any) -> tuple[Synchronizer, list[Arrival]]:
+    """A run of twelve healthy contributions, then these, all in turn."""
+    synchronizer = build(method, guard=guard, **knobs)
+    deltas = [drawn(seed) for seed in range(12)] + last
+    return synchronizer, [arrive(synchronizer, number % WORKERS, each) for number, each in enumerate(deltas)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_healthy_run_is_the_same_to_the_bit_with_the_guard(method):
+    with_it, arrivals = after(method, CLIP, [])
+    without, _ = after(method, None, [])
+    assert same(with_it.parameters, without.parameters) and same(momenta(with_it), momenta(without))
+    assert all((arrival.code, arrival.reason, arrival.clipped) == ("", "", 1.0) for arrival in arrivals)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_outlier_counts_as_much_as_the_limit_allows(method):
+    huge = [drawn(50, times=1e9), drawn(51), drawn(52)]
+    clipped, arrivals = after(method, CLIP, huge)
+    outlier = arrivals[12]
+    assert outlier.verdict in ("applied", "gathered") and outlier.code == "norm" and outlier.reason.endswith(": clipped")
+    assert 1e-10 < outlier.clipped < 1e-6
+    assert [arrival.code for arrival in arrivals[13:]] == ["", ""]
+    # The same run with a contribution that is no larger than that from the start.
+    scales = clipped_scales(clipped, huge[0], method)
+    smaller = [delta * scale for delta, scale in zip(huge[0], scales, strict=True)]
+    expected, _ = after(method, None, [smaller, *huge[1:]])
+    close(clipped.parameters, expected.parameters)
+    close(momenta(clipped), momenta(expected))
+
+
+def clipped_scales(synchronizer: Synchronizer, deltas: list[Tensor], method: str) -> list[float]:
+    """What the guard says to an outlier behind the same history."""
+    twin, _ = after(method, CLIP, [])
+    held = twin.dispatch(0) if 0 not in twin.held else twin.held[0]
+    squares = [float((delta * delta).sum()) for delta in deltas]
+    judgement = twin.guard.judge(
+        twin._norms, 0, squares, inner_steps=held.inner_steps, participants=WORKERS, model_norm=lambda: math.nan
+    )
+    assert synchronizer.guard == twin.guard
+    return list(judgement.scales)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_refused_outlier_changes_nothing_but_what_is_usual(method):
+    synchronizer, _ = after(method, REFUSE, [])
+    for worker in range(WORKERS):
+        if worker not in synchronizer.held and worker not in synchronizer.waiting:
+            synchronizer.dispatch(worker)
+    before = snapshot(synchronizer)
+    arrival = arrive(synchronizer, 0, drawn(50, times=1e9))
+    assert (arrival.verdict, arrival.code, arrival.released) == ("refused", "norm", (0,))
+    assert "× the usual one" in arrival.reason and arrival.clipped == 1.0
+    now = snapshot(synchronizer)
+    changed = {name for name, tensor in before["tensors"].items() if not torch.equal(now["tensors"][name], tensor)}
+    assert changed == {"norms"} and synchronizer.refused_in_a_row == 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_poisoned_block_is_clipped_and_the_others_are_not(method):
+    deltas = drawn(50)
+    poisoned = [deltas[0], deltas[1] * 1e15]
+    synchronizer, arrivals = after(method, CLIP, [poisoned, drawn(51), drawn(52)])
+    twin, _ = after(method, None, [deltas, drawn(51), drawn(52)])
+    assert arrivals[12].code == "norm" and "the norm of its block 1" in arrivals[12].reason
+    close(synchronizer.parameters[:1], twin.parameters[:1])
+    far = [float((a - b).norm()) for a, b in zip(synchronizer.parameters, twin.parameters, strict=True)]
+    assert far[1] < 30
+
+
+@pytest.mark.parametrize("guard", [CLIP, REFUSE])
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_finite_is_refused_and_not_remembered(method, guard):
+    synchronizer, _ = after(method, guard, [])
+    bad = drawn(3)
+    bad[1][0, 0] = math.nan
+    before = snapshot(synchronizer)["tensors"]["norms"]
+    arrival = arrive(synchronizer, 0, bad)
+    assert (arrival.verdict, arrival.code) == ("refused", "not-finite") and synchronizer.refused_in_a_row == 1
+    assert torch.equal(snapshot(synchronizer)["tensors"]["norms"], before)
+
+
+@pytest.mark.parametrize("guard", [CLIP, REFUSE])
+def test_contributions_fifty_times_as_large_are_taken_as_they_are_after_three_of_each_worker(guard):
+    synchronizer, _ = after("heloco", guard, [])
+    arrivals = [arrive(synchronizer, number % WORKERS, drawn(number, times=50)) for number in range(8 * WORKERS)]
+    assert arrivals[0].code == "norm"
+    assert {arrival.code for arrival in arrivals[3 * WORKERS :]} == {""}
+
+
+def test_eight_zeros_at_the_start_say_nothing():
+    synchronizer = build("heloco", guard=REFUSE)
+    zeros = [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES]
+    assert {arrive(synchronizer, number % WORKERS, zeros).verdict for number in range(9)} == {"applied"}
+    assert {arrive(synchronizer, number % WORKERS, drawn(number)).verdict for number in range(12)} == {"applied"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_first_contribution_may_not_be_much_larger_than_the_model(method):
+    synchronizer = build(method, guard=CLIP)
+    length = math.sqrt(sum(float((p * p).sum()) for p in synchronizer.parameters))
+    arrival = arrive(synchronizer, 0, drawn(0, times=1e6))
+    assert arrival.code == "norm" and "the model's own norm" in arrival.reason
+    for worker in (1, 2):
+        arrive(synchronizer, worker, [torch.zeros(shape, dtype=torch.float64) for shape in SHAPES])
+    moved = [float((a - b).norm()) for a, b in zip(synchronizer.parameters, build(method).parameters, strict=True)]
+    assert math.hypot(*moved) < 20 * length
+
+
+def test_an_outlier_that_is_too_stale_is_dropped_all_the_same():
+    from heloco.policy import Drop
+
+    for how, verdict in (("zero", "zeroed"), ("skip", "skipped")):
+        synchronizer = build("heloco", guard=CLIP, drop=Drop(how, above=5))
+        for number in range(12):
+            arrive(synchronizer, number % 2, drawn(number))
+        arrival = arrive(synchronizer, 2, drawn(50, times=1e9))
+        assert (arrival.verdict, arrival.code, arrival.clipped) == (verdict, "stale", 1.0)
+
+
+def test_without_a_guard_no_norms_are_kept():
+    synchronizer, _ = after("heloco", None, [])
+    assert "norms" not in synchronizer.state_dict()["tensors"]
+    assert json.dumps(synchronizer.state_dict()["books"])
