@@ -87,8 +87,12 @@ class Synchronizer:
         return [] if self.outer is None else [p for group in self.outer.param_groups for p in group["params"]]
 
     @property
+    def thetas(self) -> list[Tensor]:
+        """The parameters in the precision that the outer rule keeps them in: of a model in half precision, float32 masters."""
+        return [] if self.outer is None else self.outer.thetas()
+
+    @property
     def theta_bytes(self) -> int:
-        """The size of θ in the precision that the outer rule keeps it in: a model in half precision has a float32 master."""
         return sum(p.numel() * max(4, p.element_size()) for p in self.parameters)
 
     @property

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from . import kernels
 from .correction import Correction, Outcome, combine_all, law
 from .kernels import Numbers
-from .masters import HALF, TRAINABLE, master_of, round_masters
+from .masters import CAN_BE_TRAINED, HALF, TRAINABLE, master_of, round_masters
 
 SLICE = 1 << 20
 LARGEST_SQUARE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
@@ -93,7 +93,7 @@ class OuterOptimizer(Optimizer):
         names = group.get("param_names") or [f"block {before + i}" for i in range(len(group["params"]))]
         for name, p in zip(names, group["params"], strict=True):
             if p.dtype not in TRAINABLE:
-                raise ValueError(f"{name} is {p.dtype}: an outer rule moves float64, float32, bfloat16 and float16 parameters.")
+                raise ValueError(f"{name} is {p.dtype}: {CAN_BE_TRAINED}")
 
     def _check(self, group: dict[str, Any]) -> None:
         """Refuses a parameter group's settings outside their range."""
@@ -163,7 +163,7 @@ class OuterOptimizer(Optimizer):
     def _step(
         self, parameters: list[Tensor], deltas: list[Tensor], group_of: list[int], weight: float, scale: ScaleBlocks | None
     ) -> None:
-        thetas = self._thetas(parameters)
+        thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
         passes = kernels.Passes(thetas, momenta, deltas)
         laws = [self._law(group, self._correction(group), weight) for group in self.param_groups]
@@ -182,21 +182,25 @@ class OuterOptimizer(Optimizer):
         round_masters(parameters, thetas)
 
     @torch.no_grad()
+    def thetas(self) -> list[Tensor]:
+        """θ as the rule moves it: the parameters of all groups, or their masters. Look only."""
+        return [theta.detach() for group in self.param_groups for theta in self._masters(group["params"])]
+
+    @torch.no_grad()
     def squares(self, pseudo_gradients: Sequence[Tensor]) -> Numbers:
         """Δ·Δ of each block, as a step would find it."""
-        parameters, deltas, _ = self._handed(pseudo_gradients)
-        thetas = [theta.detach() for theta in self._thetas(parameters)]
+        _, deltas, _ = self._handed(pseudo_gradients)
+        thetas = self.thetas()
         squares: Numbers = kernels.Passes(thetas, thetas, deltas).statistics()[:, 0]
         return squares
 
     @torch.no_grad()
     def norm(self) -> float:
         """‖θ‖."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        thetas = [theta.detach() for theta in self._thetas(parameters)]
+        thetas = self.thetas()
         return math.sqrt(math.fsum(kernels.Passes(thetas, thetas, thetas).statistics()[:, 0]))
 
-    def _thetas(self, parameters: list[Tensor]) -> list[Tensor]:
+    def _masters(self, parameters: list[Tensor]) -> list[Tensor]:
         """What the rule moves: each parameter itself, or its master."""
         if not HALF.intersection(p.dtype for p in parameters):
             return parameters
@@ -224,7 +228,7 @@ class OuterOptimizer(Optimizer):
         for group in self.param_groups:
             ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
             momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
-            own = _ahead(self._thetas(group["params"]), momenta, ahead)
+            own = _ahead(self._masters(group["params"]), momenta, ahead)
             starts += own if not HALF.intersection(p.dtype for p in group["params"]) else _copies(own, group["params"])
         return starts
 
@@ -235,7 +239,7 @@ class OuterOptimizer(Optimizer):
         group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
         ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
         momentum = self.state[p].get("momentum_buffer") if ahead else None
-        [theta] = self._thetas([p])
+        [theta] = self._masters([p])
         if momentum is None:
             yield p.detach()
         elif kernels.alike([theta, momentum]) and not kernels.on_gpu(p):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from heloco.errors import UserError
 from heloco.outer.finite import all_finite
+from heloco.outer.masters import CAN_BE_TRAINED, TRAINABLE
 from heloco.run.tensors import Layout
 
 FROZEN = "heloco.frozen"
@@ -26,6 +27,9 @@ class Blocks:
         self.parameters = {name: p for name, p in named.items() if whole or p.requires_grad}
         if not self.parameters:
             raise UserError("The model has no trainable parameters: set requires_grad before joining.")
+        for name, p in self.parameters.items():
+            if p.dtype not in TRAINABLE:
+                raise UserError(f"The parameter {name!r} is {p.dtype}: {CAN_BE_TRAINED} Freeze it, or convert it before joining.")
         self._frozen = {name: p for name, p in named.items() if name not in self.parameters}
         self._digest = _digest_of(self._frozen) if self._frozen else None
         self._buffers = dict(_buffers(model, whole))

@@ -301,7 +301,7 @@ class RecordedRun:
     def digest(self) -> str:
         """Of the outer parameters, to the bit."""
         found = xxhash.xxh3_64()
-        for parameter in self.synchronizer.parameters:
+        for parameter in self.synchronizer.thetas:
             found.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return found.hexdigest()
 

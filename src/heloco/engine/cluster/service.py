@@ -146,6 +146,8 @@ class Service(Attendance):
             self._check_open()
             if self.recorded is not None:
                 raise Denied("has-model", "the run has its model.")
+            if untrainable := layout.untrainable():
+                raise Denied("layout", untrainable)
             if self._model is not None and (self._model_from, self._model.layout) != (machine, layout):
                 if self._model_from != machine and self._model_from in self.machines.present:
                     raise Denied("busy", "another machine is sending the run its model.")

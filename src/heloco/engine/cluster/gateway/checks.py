@@ -135,6 +135,8 @@ class Fields:
             numbers[kind].add(int(number))
         if not numbers["parameter"] or any(max(found) >= len(found) for found in numbers.values() if found):
             malformed(f"{name}: parameters and buffers must be numbered from 0 on.")
+        if untrainable := made.untrainable():
+            raise Denied("layout", untrainable)
         if made.size > MODEL_BYTES:
             malformed(f"{name}: that is more than {MODEL_BYTES} bytes.")
         return made
