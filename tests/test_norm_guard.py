@@ -1,17 +1,24 @@
 """The norm guard in the synchronizer: what is far too large is scaled down or refused, and nothing else is touched."""
 
+import contextlib
 import json
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from heloco.engine.local import Collector, LocalRun
+from heloco.errors import RunStopped
 from heloco.methods import METHODS
-from heloco.policy import NormGuard
+from heloco.policy import Drop, NormGuard
 from heloco.rounds import Arrival, Contribution
+from heloco.run import RunConfig, resolve, with_fields
 from heloco.synchronizer import Synchronizer
+from heloco.task.images import ImagesTask
 from test_synchronizer import SHAPES, WORKERS, build, close, momenta, random_deltas, same, snapshot
 
 CLIP, REFUSE = NormGuard(10.0, "clip"), NormGuard(10.0, "refuse")
@@ -139,8 +146,6 @@ def test_the_first_contribution_may_not_be_much_larger_than_the_model(method):
 
 
 def test_an_outlier_that_is_too_stale_is_dropped_all_the_same():
-    from heloco.policy import Drop
-
     for how, verdict in (("zero", "zeroed"), ("skip", "skipped")):
         synchronizer = build("heloco", guard=CLIP, drop=Drop(how, above=5))
         for number in range(12):
@@ -153,3 +158,60 @@ def test_without_a_guard_no_norms_are_kept():
     synchronizer, _ = after("heloco", None, [])
     assert "norms" not in synchronizer.state_dict()["tensors"]
     assert json.dumps(synchronizer.state_dict()["books"])
+
+
+# ---- from end to end
+
+
+@pytest.fixture(scope="module")
+def images() -> ImagesTask:
+    return ImagesTask(seed=0, images=300, val_images=60)
+
+
+def trained(images: ImagesTask, poison: Callable[[int, list[Tensor]], list[Tensor]], **settings: Any) -> tuple[float, Collector]:
+    """The final loss of a run whose contributions, counted from 0, go through `poison`; and its tape."""
+    values = {"paces": [1, 1, 2, 2, 2], "inner_steps": 4, "arrivals": 30, "batch_size": 16, "lr": 1e-3, "eval_every": 0}
+    config = resolve(with_fields(RunConfig(), {**values, "device": "cpu", **settings}))
+    collected = Collector()
+    run = LocalRun(images, config, observers=[collected])
+    inner = run._parts.inner
+    run.begin()
+    number = 0
+    while not run.advance():
+        [contribution] = inner.run([run.simulation.next_needed()])
+        run.simulation.give(replace(contribution, pseudo_gradient=poison(number, contribution.pseudo_gradient)))
+        number += 1
+    return float(collected.evals[-1]["mean"]["loss"]), collected
+
+
+def at(changes: dict[int, Callable[[list[Tensor]], list[Tensor]]]) -> Callable[[int, list[Tensor]], list[Tensor]]:
+    return lambda number, deltas: changes[number](deltas) if number in changes else deltas
+
+
+def healthy_alone(_: int, deltas: list[Tensor]) -> list[Tensor]:
+    return deltas
+
+
+def all_blocks(deltas: list[Tensor]) -> list[Tensor]:
+    return [1e15 * delta for delta in deltas]
+
+
+def one_block(deltas: list[Tensor]) -> list[Tensor]:
+    return [1e15 * delta if i == 2 else delta for i, delta in enumerate(deltas)]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("method", "policy"), [("heloco-ramp", "clip"), ("heloco-ramp", "refuse"), ("sync-nesterov", "clip")])
+def test_a_run_survives_what_would_ruin_it(method, policy, images):
+    healthy, collected = trained(images, healthy_alone, method=method, norm_policy=policy)
+    assert not any("clipped" in line or "code" in line for line in collected.tape)
+    loss, collected = trained(images, at({14: all_blocks, 21: one_block}), method=method, norm_policy=policy)
+    assert sum(line.get("code") == "norm" for line in collected.tape) == 2
+    assert abs(loss - healthy) < 0.1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_without_the_guard_one_contribution_ruins_the_run(images):
+    with contextlib.suppress(RunStopped):
+        loss, _ = trained(images, at({14: all_blocks}), norm_limit="off")
+        assert not loss < 10

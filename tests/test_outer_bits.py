@@ -1,6 +1,7 @@
 """Outer steps are the same to the bit on a CPU: with and without the compiled kernels, whatever the number of threads."""
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -15,11 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from heloco.engine.cluster.link import LocalLink
+from heloco.engine.cluster.replay import replay
+from heloco.engine.cluster.serving import external_run
 from heloco.errors import UserError
 from heloco.methods import METHODS
 from heloco.outer import Nesterov, OuterOptimizer
 from heloco.outer.kernels import native, portable, switch
 from heloco.outer.kernels.order import LANES, PIECE, ROWS
+from heloco.run import RunFolder
+from heloco.run.tensors import Layout
+from small_cluster import REPORT, config
 
 ROUND = ROWS * LANES
 compiled = pytest.mark.skipif(not native.available, reason="the compiled kernels are not built, or switched off")
@@ -205,3 +212,44 @@ def test_another_value_is_refused_with_the_nearest(monkeypatch):
     monkeypatch.setenv(switch.VARIABLE, "portabel")
     with pytest.raises(UserError, match="HELOCO_KERNELS is 'portabel'; did you mean 'portable'"):
         switch.compiled_kernels_wanted()
+
+
+# ---- a run of real machines, recorded here and replayed there
+
+
+def recorded(folder: Path, method: str, dtype: torch.dtype) -> None:
+    """Twelve arrivals of two machines over blocks of several pieces; every fourth is far too large."""
+    model = {
+        "parameter.0": numbers(70_001, dtype, 0) * 0.1,
+        "parameter.1": numbers(3, dtype, 1),
+        "parameter.2": numbers(5000, dtype, 2),
+    }
+    service = external_run(config(arrivals=12, paces=[1.0, 1.0], participation=100, method=method), folder)
+    link, layout = LocalLink(service), Layout.of(model)
+    machines = [link.join(f"m{i}", returning=None, pace_s=None, layout=layout)["machine"] for i in range(2)]
+    link.send_model(machines[0], layout, model, ["a", "b", "c"])
+    for number in range(12):
+        taken = link.next_round(machines[number % 2], 0.0)
+        key = (taken["worker"], taken["round"], taken["version"])
+        scale = 50.0 if number % 4 == 3 else 1e-3
+        delta = {f"pseudo_gradient.{i}": numbers(p.numel(), dtype, 10 * number + i) * scale for i, p in enumerate(model.values())}
+        link.hand_in(machines[number % 2], key, service.recorded.layout, delta, REPORT)
+    service.close()
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_is_replayed_by_other_kernels_on_other_threads(method, dtype, tmp_path, threads):
+    threads(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "available", False)
+        recorded(tmp_path / "portable", method, dtype)
+    threads(1)
+    recorded(tmp_path / "compiled", method, dtype)
+    tapes = [(tmp_path / name / "tape.jsonl").read_text() for name in ("portable", "compiled")]
+    lines = [[json.loads(line) for line in text.splitlines()] for text in tapes]
+    assert [line["digest"] for line in lines[0]] == [line["digest"] for line in lines[1]]
+    assert any("clipped" in line for line in lines[0])
+    threads(3)
+    assert replay(RunFolder.open(tmp_path / "portable"), None).difference == ""

@@ -585,6 +585,10 @@ def test_constants_outside_their_range_are_refused_in_a_sentence(constants: dict
         HeLoCo(parameters(), **constants)
     with pytest.raises(ValueError, match=rf"{name}.*\.$"):
         HeLoCo([{"params": parameters()}, {"params": parameters(), **constants}])
+    optimizer = HeLoCo(parameters())
+    with pytest.raises(ValueError, match=rf"{name}.*\.$"):
+        optimizer.add_param_group({"params": parameters(), **constants})
+    assert len(optimizer.param_groups) == 1
 
 
 @every_rule

@@ -254,7 +254,18 @@ def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
     done = going.ask("doctor")
     assert done.code == 0 and "BAD" not in done.out, done.out
     found = {finding["what"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
-    assert {"this machine", "GPU", "connection", "run", "certificate", "clock", "latency", "download", "upload"} == set(found)
+    assert {
+        "this machine",
+        "GPU",
+        "kernels",
+        "connection",
+        "run",
+        "certificate",
+        "clock",
+        "latency",
+        "download",
+        "upload",
+    } == set(found)
     assert all(finding["good"] for finding in found.values())
 
 

@@ -44,10 +44,14 @@ def add_status_flags(made: Parser) -> None:
     made.add_argument("--json", action="store_true", help="print JSON")
 
 
+def address_of(parsed: argparse.Namespace) -> str:
+    return parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or ""
+
+
 def linked(parsed: argparse.Namespace) -> "Link":
     from heloco.engine.cluster.connect import connect
 
-    address = parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS")
+    address = address_of(parsed)
     if not address:
         raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
     return connect(address.rstrip("/"), parsed.token)

@@ -95,7 +95,7 @@ def parser() -> Parser:
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
     add_status_flags(add("status", status, "How a run on real machines is doing."))
     add_status_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
-    add_status_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
+    add_status_flags(add("doctor", doctor, "This machine's facts; with an address, whether it can take part in the run there."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
@@ -168,7 +168,7 @@ def resume(parsed: argparse.Namespace) -> int:
     if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
-    torch.set_num_threads(meta["threads"])  # sums depend on it, to the bit
+    torch.set_num_threads(meta["threads"])  # the inner steps' sums depend on it, to the bit
     task = rebuild_task(config, parsed.data)
     if task.digest != meta["task_digest"]:
         raise UserError(

@@ -6,8 +6,9 @@ divided by √H before they are compared, because rounds may differ in their num
 
     ‖Δ‖ ≤ limit · max(usual, min(own, limit · usual))
 
-where `own` is the worker's own usual norm: one that has larger contributions for good (its learning rate decays later, its data
-differs) is not cut down to the others', up to limit² times theirs. Each block has the same bound with its own usual norms, where
+What is above this bound is refused, or scaled down to the bound without its first `limit`, so that it counts as much as a usual
+one. `own` is the worker's own usual norm: one that has larger contributions for good (its learning rate decays later, its data
+differs) is not cut down to the others', up to limit times theirs. Each block has the same bound with its own usual norms, where
 `usual` is at least what the block would have if all elements of the model moved alike: a block that hardly moves, such as a bias
 without a gradient, says nothing by moving a little more.
 
@@ -49,7 +50,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class NormGuard:
-    """`limit` infinite: there is no guard. clip: an outlier is scaled down to its bound; refuse: it is refused."""
+    """`limit` infinite: there is no guard. clip: an outlier is scaled down to the usual norm; refuse: it is refused."""
 
     limit: float = math.inf
     policy: Literal["clip", "refuse"] = "clip"
@@ -83,20 +84,23 @@ class NormGuard:
             return Judgement()
         usual = history.usual(participants)
         if usual is None:
-            bound = self.limit * (model_norm() or math.sqrt(sum(history.sizes)))
-            bounds, reference = [bound] * (1 + len(norms)), "the model's own norm"
+            bounds = [self.limit * (model_norm() or math.sqrt(sum(history.sizes))), *[math.inf] * len(norms)]
+            shrink = min(1.0, bounds[0] / _root_of_sum_of_squares(norms))
+            capped, reference = [norm * shrink for norm in norms], "the model's own norm"
         else:
             bounds = [bound * math.sqrt(inner_steps) for bound in self._bounds(history, worker, usual)]
-            reference = "the usual one"
-        capped = list(map(min, norms, bounds[1:]))
-        total = _root_of_sum_of_squares(capped)
-        history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (min(total, bounds[0]), *capped)])
-        scales = [1.0 if x == y else x / y for x, y in zip(capped, norms, strict=True)]
-        if total > bounds[0]:
-            scales = [scale * (bounds[0] / total) for scale in scales]
-        if min(scales) == 1:
-            return Judgement()
-        return Judgement(scales, self._sentence(norms, bounds, scales, reference))
+            capped, reference = list(map(min, norms, bounds[1:])), "the usual one"
+        total = min(_root_of_sum_of_squares(capped), bounds[0])
+        history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (total, *capped)])
+        scales = self._scales(norms, bounds)
+        return Judgement() if min(scales) == 1 else Judgement(scales, self._sentence(norms, bounds, scales, reference))
+
+    def _scales(self, norms: list[float], bounds: list[float]) -> list[float]:
+        """Blocks above their bounds are brought down to what is usual, and so is the whole, if it is still above its own."""
+        scales = [1.0 if norm <= bound else bound / self.limit / norm for norm, bound in zip(norms, bounds[1:], strict=True)]
+        total = _root_of_sum_of_squares([scale * norm for scale, norm in zip(scales, norms, strict=True)])
+        whole = 1.0 if total <= bounds[0] else bounds[0] / self.limit / total
+        return [scale * whole for scale in scales]
 
     def _sentence(self, norms: list[float], bounds: list[float], scales: list[float], reference: str) -> str:
         """About the worst block if others are as they were, else about the whole contribution."""

@@ -117,7 +117,7 @@ class OuterConfig:
     norm_limit: float | Literal["off"] = 10.0
     """How many times the usual norm a pseudo-gradient may have, as a whole and in each block; off: any."""
     norm_policy: Literal["clip", "refuse"] = "clip"
-    """What happens to a pseudo-gradient above norm_limit: it is scaled down to the limit, or refused."""
+    """What happens to a pseudo-gradient above norm_limit: it is scaled down to the usual norm, or refused."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from heloco.engine.build import build_parts, build_synchronizer
 from heloco.engine.cluster.recorded import RecordedRun
 from heloco.engine.cluster.serving import BroughtTask, remembered
@@ -36,7 +34,6 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
     if not (folder.path / FOLDER / EVENTS).exists():
         raise UserError(f"{folder.path} has no journal: it was a simulation. The same config gives the same run: `heloco train`.")
     config, meta = folder.config(), folder.meta()
-    torch.set_num_threads(meta["threads"])  # sums may depend on it, to the bit
     digest = meta["task_digest"] if task is None else task.digest
     if digest != meta["task_digest"]:
         raise UserError("The data or the tokenizer is not the one this run was started with: give the same, e.g. with --data.")

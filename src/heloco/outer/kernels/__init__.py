@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from . import native, portable
@@ -122,6 +123,13 @@ def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tu
     elif native.serves(parameter, momentum, pseudo_gradient):
         return native, (momentum.dtype, pseudo_gradient.dtype)
     return portable, (momentum.device, portable.in_order(momentum, pseudo_gradient))
+
+
+def name_for(device: torch.device) -> str:
+    """Which kernels serve plain blocks on a device: compiled (native.c), triton, or portable (torch operations)."""
+    if device.type == "cuda":
+        return "portable" if _gpu(device.index or 0) is None else "triton"
+    return "compiled" if device.type == "cpu" and native.available else "portable"
 
 
 @lru_cache
