@@ -387,7 +387,9 @@ def test_at_first_a_contribution_may_be_limit_times_the_model():
     judged = Judged(model_norm=1.0)
     assert judged(0, [6.0, 6.0, 5.0]) == Judgement()
     judgement = judged(1, [6e5, 8e5, 1.0])
-    assert judgement.scales == pytest.approx([1e-6] * 3) and judgement.sentence == "its norm, 1e+06, is 1e+06 × the model's own norm"
+    assert (
+        judgement.scales == pytest.approx([1e-6] * 3) and judgement.sentence == "its norm, 1e+06, is 1e+06 × the model's own norm"
+    )
     assert Judged(model_norm=0.0)(0, [100.0, 0.0, 0.0]) == Judgement()  # √129 stands for it
     assert Judged(model_norm=0.0)(0, [1000.0, 0.0, 0.0]).smallest_scale == pytest.approx(math.sqrt(129) / 1000)
 
