@@ -80,6 +80,25 @@ def clipped_scales(synchronizer: Synchronizer, deltas: list[Tensor], method: str
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_the_buffers_of_an_outlier_are_not_taken(method):
+    synchronizer = build(method, guard=CLIP, buffers=[torch.zeros(2, dtype=torch.float64)])
+
+    def hand_in(worker: int, times: float, buffer: float) -> Arrival:
+        synchronizer.dispatch(worker)
+        held = synchronizer.held[worker]
+        buffers = [torch.full((2,), buffer, dtype=torch.float64)]
+        return synchronizer.receive(Contribution(worker, held.index, held.version, drawn(worker, times), buffers))
+
+    for number in range(12):
+        hand_in(number % WORKERS, 1.0, 3.0)
+    before = synchronizer.buffers[0].clone()
+    assert hand_in(0, 1e9, 1e15).code == "norm"
+    for worker in (1, 2):
+        hand_in(worker, 1.0, 3.0)
+    assert bool((before <= synchronizer.buffers[0]).all()) and bool((synchronizer.buffers[0] <= 3.0).all())
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_a_refused_outlier_changes_nothing_but_what_is_usual(method):
     synchronizer, _ = after(method, REFUSE, [])
     for worker in range(WORKERS):

@@ -196,12 +196,11 @@ class Synchronizer:
         if decision == "skip":
             return _Ruling("skipped", "stale", stale)
         ruling = _Ruling("applied") if decision == "apply" else _Ruling("zeroed", "stale", stale)
-        if self.outer is not None:
-            if decision == "apply":
-                ruling = self._guarded_step(contribution, held, weight)
-            else:
-                self._step(contribution.pseudo_gradient, 0.0)
-            self._mix_buffers(contribution.buffers, 0.0 if decision == "zero" else 1 / self.workers)
+        if self.outer is not None and decision == "apply":
+            ruling = self._guarded_step(contribution, held, weight)
+            self._mix_buffers(self._trusted_buffers(contribution, ruling), 1 / self.workers)
+        elif self.outer is not None:
+            self._step(contribution.pseudo_gradient, 0.0)
         self.outer_step += 1
         return ruling
 
@@ -251,8 +250,11 @@ class Synchronizer:
 
     def _mix_buffers(self, arrived: Sequence[Tensor], share: float) -> None:
         """Buffers move towards the worker's by its share."""
-        if share:
-            self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
+        self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
+
+    def _trusted_buffers(self, contribution: Contribution, ruling: _Ruling) -> list[Tensor]:
+        """The worker's, or ours if its pseudo-gradient was an outlier: what made it so may have spoiled its buffers too."""
+        return self.buffers if ruling.code == "norm" else contribution.buffers
 
     # ---- barrier (synchronous) mode
 
@@ -266,11 +268,13 @@ class Synchronizer:
             if self.guard.is_on:
                 judgement = self._judge(held, squares)
         self._barrier.workers.append(contribution.worker)
+        gathered = _ruling_of(judgement, "gathered")
         if self.outer is not None:
             weights = [weight * scale for scale in judgement.scales] or [weight] * len(self.parameters)
-            self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, contribution.buffers)
+            buffers = self._trusted_buffers(contribution, gathered)
+            self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
         if len(self._barrier.workers) < self.workers:
-            return _ruling_of(judgement, "gathered")
+            return gathered
         if self.outer is not None:
             self._step(self._barrier.sums, 1.0)  # finite: each contribution was checked as it came in
             self._mix_buffers(self._barrier.buffers, 1.0)

@@ -198,7 +198,8 @@ class OuterOptimizer(Optimizer):
     def norm(self) -> float:
         """‖θ‖."""
         thetas = self.thetas()
-        return math.sqrt(math.fsum(kernels.Passes(thetas, thetas, thetas).statistics()[:, 0]))
+        squares = kernels.Passes(thetas, thetas, thetas).statistics()[:, 0].tolist()
+        return math.sqrt(sum(squares))
 
     def _masters(self, parameters: list[Tensor]) -> list[Tensor]:
         """What the rule moves: each parameter itself, or its master."""
