@@ -9,8 +9,13 @@ BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 train: setup
 	$(BIN)/heloco train
 
+# the outer steps and what is recorded of them must not depend on a C compiler
+PORTABLE := tests/test_outer_kernels.py tests/test_outer_rules.py tests/test_synchronizer.py tests/test_recorded.py \
+	tests/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
+
 test: lint
 	$(BIN)/pytest -m "not long" --numprocesses 2 --dist loadfile
+	HELOCO_KERNELS=portable $(BIN)/pytest --numprocesses 2 --dist loadfile $(PORTABLE)
 
 test-long: setup-dev
 	$(BIN)/pytest -m long

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from conftest import TINY, Fault, checkpoints, digests, evals, heloco, on_threads, tape, train, write_text
 from heloco.engine.build import build_task
 from heloco.methods import METHODS
+from heloco.outer.kernels import native
 from heloco.run import RunFolder
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.images import ShapesNet
@@ -283,3 +284,23 @@ def test_runs_on_own_text_differ_by_their_text(tmp_path, text):
     first, second = (train(tmp_path / f"run-{path.name}", "--data", path, "--paces", "1,2") for path in (text, other))
     losses = [[(line["shard"], line["loss"]) for line in tape(folder)] for folder in (first, second)]
     assert losses[0][0] == losses[1][0] and losses[0] != losses[1]
+
+
+# ---- which kernels serve
+
+
+def test_the_doctor_needs_no_address_to_tell_of_this_machine(monkeypatch):
+    monkeypatch.delenv("HELOCO_ADDRESS", raising=False)
+    done = heloco("doctor")
+    assert done.code == 0 and len(done.out.splitlines()) == 3
+    found = {finding["what"]: finding for finding in json.loads(heloco("doctor", "--json").out)}
+    assert list(found) == ["this machine", "GPU", "kernels"]
+    assert found["kernels"]["told"].startswith("cpu: compiled" if native.available else "cpu: portable torch operations")
+
+
+def test_a_run_says_which_kernels_made_its_outer_steps(tmp_path, monkeypatch):
+    for available, name in ((True, "compiled"), (False, "portable")):
+        monkeypatch.setattr(native, "available", available and native.available)
+        train(tmp_path / name, "--arrivals", "1")
+        expected = name if native.available else "portable"
+        assert json.loads((tmp_path / name / "run.json").read_text())["kernels"] == expected

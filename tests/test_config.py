@@ -14,6 +14,7 @@ from heloco.cli.flags import field_docs, given_fields
 from heloco.cli.main import parser
 from heloco.errors import UserError
 from heloco.methods import METHODS
+from heloco.policy import NormGuard, make_guard
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import FIELDS, RECIPES, SECTIONS, field_types, read_toml, to_toml
 from heloco.task.gpt import PRESETS
@@ -35,7 +36,7 @@ def test_resolving_fills_in_the_methods_own_values(method):
     assert {name: outer[name] for name in knobs} == knobs
     assert outer["weight"] == METHODS[method].weight
     rest = {name for name, value in outer.items() if value is not None} - set(knobs)
-    assert rest == {"method", "weight", "drop", "drop_above"}, "a knob of another method"
+    assert rest == {"method", "weight", "drop", "drop_above", "norm_limit", "norm_policy"}, "a knob of another method"
 
 
 def test_what_was_given_is_not_filled_in():
@@ -85,6 +86,8 @@ PICKS = {
     "keep_state": st.booleans(),
     "split": st.sampled_from(["source", "iid", "dirichlet"]),
     "grace_s": st.floats(0, 1e3),
+    "norm_limit": st.one_of(st.just("off"), st.floats(1.001, 1e6)),
+    "norm_policy": st.sampled_from(["clip", "refuse"]),
 }
 
 
@@ -142,6 +145,43 @@ def test_an_empty_file_is_the_default(tmp_path):
     assert with_fields(RunConfig(), read_toml(tmp_path / "run.toml")) == RunConfig()
 
 
+# ---- the norm guard
+
+
+def guard_of(config: RunConfig) -> NormGuard:
+    return make_guard(config.outer.norm_limit, config.outer.norm_policy)
+
+
+def test_the_guard_is_on_unless_it_is_switched_off():
+    assert guard_of(made()) == NormGuard(10.0, "clip")
+    assert guard_of(made(norm_limit=3, norm_policy="refuse")) == NormGuard(3.0, "refuse")
+    assert guard_of(made(norm_limit="7.5")) == NormGuard(7.5, "clip")
+    assert not guard_of(made(norm_limit="off")).is_on
+    assert not guard_of(made(**RECIPES["paper"])).is_on
+
+
+@pytest.mark.parametrize("value", [1, 0.5, -3, float("nan"), float("inf"), "of", True])
+def test_a_limit_that_is_none_is_refused_in_a_sentence(value):
+    with pytest.raises(UserError, match=r"^norm_limit (is|cannot be) .*(give|or off).*\.$"):
+        made(norm_limit=value)
+
+
+def test_a_run_without_the_guard_is_known_by_the_digest_it_had_before_there_was_one():
+    off = made(norm_limit="off")
+    assert off.digest() == made(norm_limit="off", norm_policy="refuse").digest()
+    others = {made().digest(), made(norm_limit=9).digest(), made(norm_policy="refuse").digest()}
+    assert len(others | {off.digest()}) == 4
+
+
+def test_a_runs_config_from_before_there_was_a_guard_has_none(tmp_path):
+    path = tmp_path / "config.toml"
+    lines = to_toml(made()).splitlines()
+    path.write_text("\n".join(line for line in lines if not line.startswith("norm_")))
+    assert resolve(with_fields(RunConfig(), read_toml(path))).outer.norm_limit == "off"
+    path.write_text(path.read_text().replace("effective = true", ""))  # a user's own file says nothing by that
+    assert resolve(with_fields(RunConfig(), read_toml(path))).outer.norm_limit == 10.0
+
+
 # ---- flags
 
 
@@ -164,6 +204,7 @@ def test_a_flag_gives_what_the_file_gives(name):
     """The value as text on the command line, and as it is in a file."""
     hint = field_types()[name]
     examples = {bool: True, int: 3, float: 0.25, str: "some text", list[float]: [1.0, 2.5], list[str]: ["a", "b"]}
+    examples[float | Literal["off"]] = "off"
     [kind] = [option for option in get_args(hint) if option is not type(None)] if type(None) in get_args(hint) else [hint]
     expected = get_args(kind)[0] if get_origin(kind) is Literal else examples[kind]
     text = ",".join(map(str, expected)) if isinstance(expected, list) else str(expected)

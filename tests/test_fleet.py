@@ -12,6 +12,7 @@ from torch import nn
 from heloco.engine.fleet import WAVES, Fleet, Planned, run_fleet
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
+from heloco.errors import UserError
 from heloco.inner.stacked import StackedInner
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
@@ -83,6 +84,12 @@ def assert_same(fleet: Collector, single: Collector) -> None:
     for ours, theirs in zip(fleet.evals, single.evals, strict=True):
         assert (ours["arrival"], ours["time_s"], ours["units"]) == (theirs["arrival"], theirs["time_s"], theirs["units"])
         assert ours["mean"]["loss"] == pytest.approx(theirs["mean"]["loss"], rel=1e-6)
+
+
+def test_a_setting_that_a_stack_cannot_honour_is_refused() -> None:
+    planned = [Planned("fine", language(0), config()), Planned("compiled", language(0), config(compile=True))]
+    with pytest.raises(UserError, match=r"^compile is set, but a study computes .*: leave it out\.$"):
+        run_fleet(planned, Watching(), device=CPU)
 
 
 def test_each_run_of_a_fleet_gives_what_it_gives_alone() -> None:

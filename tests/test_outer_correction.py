@@ -380,7 +380,7 @@ def one_block(uu: float, mm: float, um: float, correction: Correction | None, we
         return weight, after * (-beta * c * u / v), Outcome("damped", c, conf, beta, *norms)
     slope = 1 - c if given.reorient == "printed" else (given.c_ok - c) / (given.c_ok - given.c_bad)
     lam = min(given.k_d * slope * conf, 1.0)
-    length = max(math.sqrt((1 - lam) ** 2 + lam**2 + 2 * lam * (1 - lam) * c), given.eps)
+    length = max(math.sqrt((1 - lam) * (1 - lam) + lam * lam + 2 * lam * (1 - lam) * c), given.eps)
     return weight * (1 - lam) / length, after * (lam * u / (v * length)), Outcome("turned", c, conf, lam, *norms)
 
 

@@ -117,15 +117,15 @@ def test_sums_of_all_sizes_at_once(u_dtype: torch.dtype) -> None:
         assert sums == pytest.approx(exact, rel=8 * EPS, abs=8 * EPS * math.sqrt(exact[0] * exact[1]))
 
 
-@pytest.mark.parametrize("dtypes", [(p, u) for p in (torch.float32, *HALF) for u in (torch.float32, *HALF)], ids=str)
-def test_updates_are_those_of_the_portable_kernels(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    p, m, u = blocks(SIZES, *dtypes)
+@pytest.mark.parametrize("u_dtype", [torch.float32, *HALF])
+def test_updates_are_those_of_the_portable_kernels(u_dtype: torch.dtype) -> None:
+    p, m, u = blocks(SIZES, u=u_dtype)
     q, n = copies(p, m)
     rules = [(0.8 + 0.1 * i, 0.3 * (i % 2), 0.7, 0.9, 0.1 + 0.05 * i) for i in range(len(SIZES))]
     gpu.Passes(p, m, u).update(rules)
     portable.Passes(q, n, u).update(rules)
     near(m, n, 4)
-    near(p, q, 2 if p[0].dtype in HALF else 8, torch.finfo(p[0].dtype).eps)
+    near(p, q, 8)
 
 
 @pytest.mark.parametrize("which", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
@@ -300,13 +300,14 @@ class Wrapped(Tensor):
 
 def test_plain_contiguous_blocks_of_these_precisions_are_served() -> None:
     x = torch.ones(4, 4, device=DEVICE)
-    for p in (x, torch.nn.Parameter(x), x.bfloat16(), x.half()):
+    for p in (x, torch.nn.Parameter(x)):
         for u in (x, x.bfloat16(), x.half()):
             assert kernels._kernels(p, x, u)[0] is gpu
     unserved = [x.double(), x.t()[:3], torch.ones(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last)]
     for y in (*unserved, x.as_subclass(Wrapped)):
         assert kernels._kernels(y, y, y)[0] is portable
     assert kernels._kernels(x, x.half(), x)[0] is portable
+    assert kernels._kernels(x.half(), x, x)[0] is portable
 
 
 def test_a_model_of_mixed_blocks_is_stepped_in_one_go() -> None:
@@ -400,7 +401,7 @@ def test_the_lookahead_of_all_blocks_at_once_is_that_of_each(dtype: torch.dtype)
     starts = optimizer.lookahead()
     expected = [params[0].detach().clone()]
     for x, y, ahead in zip(params[1:], m[1:], (0.7 * 0.9, 0.1 * 0.9, 0.1 * 0.9, 0.1 * 0.9), strict=True):
-        expected.append(x.detach().clone().sub_(y, alpha=ahead))
+        expected.append((x.detach().to(torch.promote_types(x.dtype, torch.float32)) - y * ahead).to(x.dtype))
     for x, y in zip(starts, expected, strict=True):
         assert (x.dtype, x.shape, x.stride(), x.requires_grad) == (y.dtype, y.shape, y.stride(), False)
     near(starts, expected, 2, torch.finfo(dtype).eps)

@@ -310,8 +310,8 @@ def test_weight_one_is_no_weight(rule: str) -> None:
 
 def test_delayed_nesterov_without_delay_is_nesterov() -> None:
     """N = 1: m = βm + Δ and θ −= ε[(1 − c + c)βm + Δ], Nesterov's rule, whatever c."""
-    assert_rules_agree(lambda p: DelayedNesterov(p, delay=1, c=0.0), Nesterov)
-    assert_rules_agree(lambda p: DelayedNesterov(p, delay=1, c=0.7), Nesterov, assert_near)
+    for c in (0.0, 0.7):
+        assert_rules_agree(lambda p, c=c: DelayedNesterov(p, delay=1, c=c), Nesterov, assert_near)
 
 
 def test_delayed_nesterov_between_the_delays_is_plain_descent_by_a_share() -> None:
@@ -585,6 +585,10 @@ def test_constants_outside_their_range_are_refused_in_a_sentence(constants: dict
         HeLoCo(parameters(), **constants)
     with pytest.raises(ValueError, match=rf"{name}.*\.$"):
         HeLoCo([{"params": parameters()}, {"params": parameters(), **constants}])
+    optimizer = HeLoCo(parameters())
+    with pytest.raises(ValueError, match=rf"{name}.*\.$"):
+        optimizer.add_param_group({"params": parameters(), **constants})
+    assert len(optimizer.param_groups) == 1
 
 
 @every_rule

@@ -183,7 +183,10 @@ def test_a_norm_far_outside_the_recent_ones_is_refused_or_clipped(tmp_path, cloc
             hand.work(seed)
         hand.take()
         ack = hand.hand_in(delta(1, size=100.0))
-        assert ack.verdict == verdict and "is more than 5 × the usual one" in ack.reason
+        assert ack.verdict == verdict
+        line = tape(tmp_path / policy)[-1]
+        assert (line["code"], line["reason"]) == ("norm", ack.reason)
+        assert ("clipped" in line) == (policy == "clip") and line.get("clipped", 0.0) < 0.01
         assert hand.work(3).verdict == "applied"
         service.close()
 

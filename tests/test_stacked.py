@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
 from heloco.inner.adamw import CHUNK, AdamW, adamw_factors
 from heloco.inner.stack import Stack
@@ -314,3 +315,9 @@ def test_a_full_gpu_halves_the_stack_and_goes_on() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     for ours, theirs in zip(narrow, StackedInner(task, device="cuda", width=2).run(jobs), strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-3)
+
+
+def test_a_setting_that_a_stack_cannot_honour_is_refused() -> None:
+    task = images()
+    with pytest.raises(UserError, match="compile is set"):
+        StackedInner(task).run(jobs_of(task, InnerOptions(compile=True), [1]))

@@ -1,7 +1,9 @@
 """The studies as data: their grids, the runs they share, the paper's numbers, what a run is known by."""
 
 import csv
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +14,11 @@ from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.study.grid import digest, grid, once_for_all_paces, row_time, total_steps
+from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
 from heloco.study.plan import make_plan
 from heloco.study.records import RunStore, make_record
 from heloco.study.results import Shown
-from heloco.study.spec import load_study, names
+from heloco.study.spec import SCALES, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer
 
 RUNS = {
@@ -233,6 +235,43 @@ def test_what_paces_decide_behind_a_barrier_is_not_folded():
 
 
 # ---- what a run is known by
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("scale", SCALES)
+def test_studies_have_no_norm_guard_and_their_digests_know_nothing_of_it(name, scale):
+    """Their runs were kept before there was one."""
+    for place in grid(load_study(name), scale=scale, seeds=1):
+        assert place.config.outer.norm_limit == "off"
+        assert not {"norm_limit", "norm_policy"} & deciding_settings(place.config).keys()
+
+
+def test_the_runs_in_the_results_are_those_of_the_studies():
+    """What was kept is found again: the settings of each, but for what only the data tells, are those of a place in a grid."""
+    told_by_data = {"languages", "vocab_size"}
+
+    def own(settings: dict[str, object]) -> str:
+        return json.dumps({name: value for name, value in settings.items() if name not in told_by_data}, sort_keys=True)
+
+    planned = {
+        own(deciding_settings(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)
+    }
+    kept = [json.loads(path.read_text()) for path in (Path(__file__).parents[1] / "results" / "runs").glob("*.json")]
+    assert len(kept) > 100
+    assert {own(record["settings"]) for record in kept} <= planned
+
+
+def test_a_study_may_have_a_norm_guard():
+    [place] = grid(
+        load_study("table1"),
+        scale="small",
+        seeds=1,
+        rows=["1,1,1,1,1"],
+        methods=["mla"],
+        settings={"norm_limit": 5, "norm_policy": "refuse"},
+    )
+    settings = deciding_settings(place.config)
+    assert (settings["norm_limit"], settings["norm_policy"]) == (5.0, "refuse")
 
 
 def test_a_runs_digest_knows_what_decides_it_and_nothing_else():

@@ -18,7 +18,7 @@ from heloco.errors import UserError
 from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, correct
-from heloco.policy import Drop, make_choice, make_weight
+from heloco.policy import Drop, NormGuard, make_choice, make_weight
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
 
 F64 = torch.float64
@@ -39,6 +39,7 @@ def build(
     parameters: list[Tensor] | None = None,
     buffers: list[Tensor] | None = None,
     drop: Drop | None = None,
+    guard: NormGuard | None = None,
     **knobs: Any,
 ) -> Synchronizer:
     chosen = METHODS[method]
@@ -50,6 +51,7 @@ def build(
         choose_shard=make_choice("fixed", workers=workers, shards=workers, seed=0),
         weight=make_weight(chosen.weight),
         drop=drop,
+        guard=guard,
         barrier=chosen.barrier,
         buffers=buffers or [],
     )
@@ -516,7 +518,7 @@ def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> l
     while len(history) < arrivals:
         n = synchronizer.arrivals + sum(synchronizer.rounds_of)
         for worker in range(WORKERS):
-            if worker not in synchronizer.held and worker not in synchronizer._gathered_workers:
+            if worker not in synchronizer.held and worker not in synchronizer.waiting:
                 synchronizer.dispatch(worker)
         ready = sorted(synchronizer.held)
         worker = ready[(n * n) % len(ready)]
@@ -537,7 +539,8 @@ def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> l
 def test_loaded_into_a_fresh_one_the_state_continues_to_the_bit(method, cut):
     def fresh() -> Synchronizer:
         buffers = [torch.zeros(2, dtype=F64), torch.tensor(0)]
-        return build(method, buffers=buffers, drop=None if METHODS[method].barrier else Drop("zero", above=4))
+        drop = None if METHODS[method].barrier else Drop("zero", above=4)
+        return build(method, buffers=buffers, drop=drop, guard=NormGuard(1.5))
 
     draw = torch.Generator().manual_seed(9)
     first = fresh()

@@ -7,87 +7,39 @@ Engines drive it: a virtual clock in a simulation, real workers on a cluster. It
 outer rule), the buffers, who holds which round, and the ledger of the data. Its memory does not grow with the number of workers.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from heloco.ledger import Ledger, Span
-from heloco.outer import NotFinite, Outcome, OuterOptimizer
-from heloco.policy import Choose, Drop, NormGuard, Standing, Weight
+from heloco.barrier import Barrier
+from heloco.buffers import are_usable, mixed
+from heloco.ledger import Ledger
+from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
+from heloco.outer.kernels import Numbers
+from heloco.policy import Choose, Drop, Judgement, NormGuard, NormHistory, Standing, Weight
+from heloco.policy.norms import KEPT
+from heloco.rounds import NOT_FINITE, Arrival, Code, Contribution, Round, Verdict
+
+__all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Verdict"]
 
 
-@dataclass(slots=True)
-class Round:
-    """One worker's H inner steps: handed out by the synchronizer, the same whoever runs it."""
-
-    worker: int
-    index: int
-    """The worker's rounds before this one that were accepted or refused."""
-    version: int
-    """The outer step at dispatch, s_i."""
-    shard: int
-    spans: tuple[Span, ...]
-    inner_steps: int
-    shard_steps: int
-    """Inner steps handed out on this shard before this round: where a schedule positioned by shard stands."""
-    run_steps: float
-    """Inner steps accepted in the whole run before this round, over the number of workers: a schedule positioned by run."""
-    parameters: list[Tensor] = field(default_factory=list, repr=False)
-    """What the worker starts from. Shared between rounds: never written to."""
-    buffers: list[Tensor] = field(default_factory=list, repr=False)
-    memory: dict[str, Tensor] | None = field(default=None, repr=False)
-    """What the worker keeps from its last round (its optimizer's state). It stays with the worker; engines only carry it."""
-
-
-@dataclass(slots=True)
-class Contribution:
-    """What a worker hands back."""
-
-    worker: int
-    index: int
-    version: int
-    pseudo_gradient: list[Tensor] = field(default_factory=list, repr=False)
-    buffers: list[Tensor] = field(default_factory=list, repr=False)
-    loss: float | None = None
-    """Mean training loss over the round."""
-    last_loss: float | None = None
-    samples: int = 0
-    units: int = 0
-    """What the task counts: tokens, or examples."""
-    memory: dict[str, Tensor] | None = field(default=None, repr=False)
-
-
-NOT_FINITE = "the pseudo-gradient holds NaN or Inf"
-Verdict = Literal["applied", "zeroed", "skipped", "refused", "gathered"]
-
-
-@dataclass(slots=True)
-class Arrival:
-    """What the synchronizer made of a contribution."""
+@dataclass(frozen=True, slots=True)
+class _Ruling:
+    """What becomes of a contribution: the part of an `Arrival` that is decided first."""
 
     verdict: Verdict
-    arrival: int
-    """Accepted contributions so far, this one included."""
-    outer_step: int
-    """Outer steps so far, this one included."""
-    worker: int
-    round: int
-    version: int
-    staleness: int
-    weight: float
-    shard: int
-    spans: tuple[Span, ...]
-    inner_steps: int
-    released: tuple[int, ...]
-    """Workers that may start again now."""
+    code: Code = ""
     reason: str = ""
-    outcomes: list[Outcome] = field(default_factory=list, repr=False)
-    movements: list[float] = field(default_factory=list, repr=False)
+    clipped: float = 1.0
+
+
+class _TooLarge(Exception):
+    """The norm guard refuses the contribution; nothing has changed but its history."""
 
 
 class Synchronizer:
@@ -126,9 +78,8 @@ class Synchronizer:
         self.arrivals_of = [0] * self.workers
         self.held: dict[int, Round] = {}
         """The round each worker holds, without its tensors."""
-        self._gathered: list[Tensor] = []
-        self._gathered_buffers: list[Tensor] = []
-        self._gathered_workers: list[int] = []
+        self._norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
+        self._barrier = Barrier()
         self._start: list[Tensor] | None = None
 
     @property
@@ -136,9 +87,18 @@ class Synchronizer:
         return [] if self.outer is None else [p for group in self.outer.param_groups for p in group["params"]]
 
     @property
+    def thetas(self) -> list[Tensor]:
+        """The parameters in the precision that the outer rule keeps them in: of a model in half precision, float32 masters."""
+        return [] if self.outer is None else self.outer.thetas()
+
+    @property
+    def theta_bytes(self) -> int:
+        return sum(p.numel() * max(4, p.element_size()) for p in self.parameters)
+
+    @property
     def waiting(self) -> tuple[int, ...]:
         """Workers that handed in and wait at the barrier for the others."""
-        return tuple(self._gathered_workers)
+        return tuple(self._barrier.workers)
 
     # ---- dispatch
 
@@ -190,126 +150,139 @@ class Synchronizer:
         staleness = self.outer_step - held.version
         standing = Standing(staleness, self.arrivals_of[worker] + 1, self.arrivals + 1, self.workers)
         weight = self.weight(standing)
-        verdict, reason = self._guarded(contribution, staleness, weight)
-        if verdict == "refused":
-            return self._refuse(held, staleness, reason)
+        ruling = self._rule_on(contribution, held, weight)
+        if ruling.verdict == "refused":
+            return self._refuse(held, staleness, ruling)
         del self.held[worker]
         self.refused_in_a_row = 0
         self.rounds_of[worker] += 1
         self.arrivals_of[worker] += 1
         self.arrivals += 1
         self.steps_accepted += held.inner_steps
-        released = (worker,) if not self.barrier else self._open_barrier() if verdict == "applied" else ()
-        stepped = self.outer is not None and verdict in ("applied", "zeroed")
+        released = (worker,) if not self.barrier else self._open_barrier() if ruling.verdict == "applied" else ()
+        stepped = self.outer is not None and ruling.verdict in ("applied", "zeroed")
         return Arrival(
-            verdict, self.arrivals, self.outer_step, worker, held.index, held.version, staleness, weight,
-            held.shard, held.spans, held.inner_steps, released, reason,
+            ruling.verdict, self.arrivals, self.outer_step, worker, held.index, held.version, staleness, weight,
+            held.shard, held.spans, held.inner_steps, released, ruling.code, ruling.reason, ruling.clipped,
             self.outer.outcomes if stepped and self.outer else [], self.outer.movements if stepped and self.outer else [],
         )  # fmt: skip
 
-    def _refuse(self, held: Round, staleness: int, reason: str) -> Arrival:
+    def _refuse(self, held: Round, staleness: int, ruling: _Ruling) -> Arrival:
         self.abandon(held.worker)
-        self.refused_in_a_row += 1
+        if ruling.code != "norm":  # contributions that are merely large do not mean that the training has come to its end
+            self.refused_in_a_row += 1
         return Arrival(
             "refused", self.arrivals, self.outer_step, held.worker, held.index, held.version, staleness, 0.0,
-            held.shard, held.spans, held.inner_steps, (held.worker,), reason,
+            held.shard, held.spans, held.inner_steps, (held.worker,), ruling.code, ruling.reason,
         )  # fmt: skip
 
-    def _guarded(self, contribution: Contribution, staleness: int, weight: float) -> tuple[Verdict, str]:
+    def _rule_on(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """What does not fit, or is far larger than usual, does not come near the parameters."""
-        if self.outer is None:
-            return self._apply(contribution, staleness, weight)
-        if reason := self._mismatch(contribution):
-            return "refused", reason
-        if not self.guard.on:
-            return self._apply(contribution, staleness, weight)
-        norm = math.hypot(*_fetched(torch._foreach_norm(list(contribution.pseudo_gradient), 2, dtype=torch.float64)))
-        if not math.isfinite(norm):
-            return "refused", NOT_FINITE
-        scale = self.guard.scale(norm)
-        if scale == 1:
-            return self._apply(contribution, staleness, weight)
-        told = f"its norm, {norm:.4g}, is more than {self.guard.limit:g} × the usual one"
-        if scale == 0:
-            return "refused", told
-        smaller = replace(contribution, pseudo_gradient=[d * scale for d in contribution.pseudo_gradient])
-        verdict, reason = self._apply(smaller, staleness, weight)
-        return verdict, f"{reason}; {told}: clipped" if reason else f"{told}: clipped"
+        if self.outer is not None and (mismatch := self._mismatch(contribution)):
+            return mismatch
+        try:
+            if self.barrier:
+                return self._gather(contribution, held, weight)
+            return self._apply(contribution, held, weight)
+        except NotFinite:
+            return _Ruling("refused", "not-finite", NOT_FINITE)
+        except _TooLarge as error:
+            return _Ruling("refused", "norm", str(error))
 
-    def _apply(self, contribution: Contribution, staleness: int, weight: float) -> tuple[Verdict, str]:
-        if self.barrier:
-            return self._gather(contribution, weight)
+    def _apply(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+        staleness = self.outer_step - held.version
         decision = self.drop(staleness)
         stale = f"staleness {staleness} is above {self.drop.above}"
         if decision == "skip":
-            return "skipped", stale
-        if self.outer is not None:
-            if not self._step(contribution.pseudo_gradient, 0.0 if decision == "zero" else weight):
-                return "refused", NOT_FINITE
-            self._mix_buffers(contribution.buffers, 0.0 if decision == "zero" else 1 / self.workers)
+            return _Ruling("skipped", "stale", stale)
+        ruling = _Ruling("applied") if decision == "apply" else _Ruling("zeroed", "stale", stale)
+        if self.outer is not None and decision == "apply":
+            ruling = self._guarded_step(contribution, held, weight)
+            self._mix_buffers(self._trusted_buffers(contribution, ruling), 1 / self.workers)
+        elif self.outer is not None:
+            self._step(contribution.pseudo_gradient, 0.0)
         self.outer_step += 1
-        return ("zeroed", stale) if decision == "zero" else ("applied", "")
+        return ruling
 
-    def _mismatch(self, contribution: Contribution) -> str:
+    def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+        """One outer step, with what the norm guard leaves of the contribution."""
+        judgement = Judgement()
+
+        def scale(squares: Numbers) -> Sequence[float]:
+            nonlocal judgement
+            judgement = self._judge(held, squares)
+            return judgement.scales
+
+        self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None)
+        return _ruling_of(judgement, "applied")
+
+    def _judge(self, held: Round, squares: Numbers) -> Judgement:
+        """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` where it is to be refused."""
+        assert self.outer is not None
+        judgement = self.guard.judge(
+            self._norms,
+            held.worker,
+            squares.tolist(),
+            inner_steps=held.inner_steps,
+            participants=sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of)),
+            model_norm=self.outer.norm,
+        )
+        if judgement.sentence and self.guard.policy == "refuse":
+            raise _TooLarge(judgement.sentence)
+        return judgement
+
+    def _mismatch(self, contribution: Contribution) -> _Ruling | None:
         for ours, theirs, what in (
             (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
             (self.buffers, contribution.buffers, "buffers do"),
         ):
             if list(map(_shape, ours)) != list(map(_shape, theirs)):
-                return f"the {what} not have the model's shapes"
-        if not _fit(self.buffers, contribution.buffers):
-            return "the buffers hold NaN or Inf"
-        return ""
+                return _Ruling("refused", "shapes", f"the {what} not have the model's shapes")
+        if not are_usable(self.buffers, contribution.buffers):
+            return _Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
+        return None
 
-    def _step(self, pseudo_gradient: Sequence[Tensor], weight: float) -> bool:
-        """One outer step; False, and nothing has changed, where the pseudo-gradient is not finite."""
+    def _step(self, pseudo_gradient: Sequence[Tensor], weight: float, scale: ScaleBlocks | None = None) -> None:
+        """One outer step. Raises `NotFinite`, and nothing has changed, where the pseudo-gradient is not finite."""
         assert self.outer is not None
-        try:
-            self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient)
-        except NotFinite:
-            return False
+        self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient, scale=scale)
         self._start = None
-        return True
 
     def _mix_buffers(self, arrived: Sequence[Tensor], share: float) -> None:
-        """Buffers (BatchNorm's statistics, say) move towards the worker's by its share; counters take the larger value."""
-        if share:
-            for i, (ours, theirs) in enumerate(zip(self.buffers, arrived, strict=True)):  # new tensors: rounds hold the old ones
-                self.buffers[i] = _mixed(ours, theirs, share)
+        """Buffers move towards the worker's by its share."""
+        self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
+
+    def _trusted_buffers(self, contribution: Contribution, ruling: _Ruling) -> list[Tensor]:
+        """The worker's, or ours if its pseudo-gradient was an outlier: what made it so may have spoiled its buffers too."""
+        return self.buffers if ruling.code == "norm" else contribution.buffers
 
     # ---- barrier (synchronous) mode
 
-    def _gather(self, contribution: Contribution, weight: float) -> tuple[Verdict, str]:
+    def _gather(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """Adds ρΔ to the sum; the last of the workers makes the outer step with it."""
-        self._gathered_workers.append(contribution.worker)
+        judgement = Judgement()
         if self.outer is not None:
-            share = max(1.0, weight * self.workers)
-            if not _squarable(contribution.pseudo_gradient, self.parameters, share):
-                self._gathered_workers.pop()
-                return "refused", NOT_FINITE
-            self._gather_tensors(contribution, weight)
-        if len(self._gathered_workers) < self.workers:
-            return "gathered", ""
+            squares = self.outer.squares(contribution.pseudo_gradient)
+            if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
+                raise NotFinite(NOT_FINITE)
+            if self.guard.is_on:
+                judgement = self._judge(held, squares)
+        self._barrier.workers.append(contribution.worker)
+        gathered = _ruling_of(judgement, "gathered")
         if self.outer is not None:
-            finite = self._step(self._gathered, 1.0)
-            assert finite, "each contribution was checked as it came in"
-            self._mix_buffers(self._gathered_buffers, 1.0)
+            weights = [weight * scale for scale in judgement.scales] or [weight] * len(self.parameters)
+            buffers = self._trusted_buffers(contribution, gathered)
+            self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
+        if len(self._barrier.workers) < self.workers:
+            return gathered
+        if self.outer is not None:
+            self._step(self._barrier.sums, 1.0)  # finite: each contribution was checked as it came in
+            self._mix_buffers(self._barrier.buffers, 1.0)
         self.outer_step += 1
-        return "applied", ""
-
-    def _gather_tensors(self, contribution: Contribution, weight: float) -> None:
-        if not self._gathered:
-            own = zip(self.parameters, contribution.pseudo_gradient, strict=True)
-            self._gathered = [d.to(p.device, p.dtype) * weight for p, d in own]
-            self._gathered_buffers = [b.clone() for b in contribution.buffers]
-            return
-        for total, delta in zip(self._gathered, contribution.pseudo_gradient, strict=True):
-            total.add_(delta.to(total.device, total.dtype), alpha=weight)
-        share = 1 / len(self._gathered_workers)  # the mean so far moves by 1/2, 1/3, …: what is equal everywhere stays to the bit
-        self._gathered_buffers = [_mixed(b, a, share) for b, a in zip(self._gathered_buffers, contribution.buffers, strict=True)]
+        return _ruling_of(judgement, "applied")
 
     def _open_barrier(self) -> tuple[int, ...]:
-        self._gathered, self._gathered_buffers, self._gathered_workers = [], [], []
+        self._barrier.open()
         return tuple(range(self.workers))
 
     # ---- state
@@ -323,8 +296,7 @@ class Synchronizer:
             "refused_in_a_row": self.refused_in_a_row,
             "rounds_of": list(self.rounds_of),
             "arrivals_of": list(self.arrivals_of),
-            "gathered_workers": list(self._gathered_workers),
-            "norms": list(self.guard.recent),
+            "gathered_workers": list(self._barrier.workers),
             "ledger": self.ledger.state_dict(),
             "held": [
                 [h.worker, h.index, h.version, h.shard, h.spans, h.inner_steps, h.shard_steps, h.run_steps]
@@ -332,7 +304,7 @@ class Synchronizer:
             ],
             "outer": [],
         }
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {"norms": self._norms_as_tensor()} if self.guard.is_on else {}
         for kind, group in self._tensor_lists().items():
             tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
         for i, p in enumerate(self.parameters):
@@ -346,8 +318,7 @@ class Synchronizer:
         for name in ("outer_step", "arrivals", "steps_accepted", "refused_in_a_row"):
             setattr(self, name, books[name])
         self.rounds_of, self.arrivals_of = list(books["rounds_of"]), list(books["arrivals_of"])
-        self._gathered_workers = list(books["gathered_workers"])
-        self.guard.remember(books.get("norms", ()))
+        self._barrier.workers = list(books["gathered_workers"])
         self.ledger.load_state_dict(books["ledger"])
         self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
 
@@ -361,8 +332,9 @@ class Synchronizer:
             count = sum(1 for name in tensors if name.startswith(f"{kind}."))
             return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
 
-        self.buffers, self._gathered = numbered("buffer"), numbered("gathered")
-        self._gathered_buffers = numbered("gathered_buffer")
+        self.buffers, self._barrier.sums = numbered("buffer"), numbered("gathered")
+        self._barrier.buffers = numbered("gathered_buffer")
+        self._load_norms(tensors.get("norms"))
         self._start = None
         with torch.no_grad():
             for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
@@ -375,36 +347,37 @@ class Synchronizer:
         return {
             "parameter": [p.detach() for p in self.parameters],
             "buffer": self.buffers,
-            "gathered": self._gathered,
-            "gathered_buffer": self._gathered_buffers,
+            "gathered": self._barrier.sums,
+            "gathered_buffer": self._barrier.buffers,
         }
+
+    def _norms_as_tensor(self) -> Tensor:
+        """The guard's history: (worker, row, norm), with zeros where there is no row yet."""
+        rows = self._norms.rows()
+        table = torch.zeros(self.workers, KEPT, 1 + len(self.parameters), dtype=torch.float64)
+        for worker, of_worker in enumerate(rows):
+            if of_worker:
+                table[worker, : len(of_worker)] = torch.tensor(of_worker, dtype=torch.float64)
+        return table
+
+    def _load_norms(self, table: Tensor | None) -> None:
+        """None: the checkpoint is from before there was such a history."""
+        self._norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
+        if table is not None:
+            self._norms.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
 
 
 _shape = attrgetter("shape")
 
 
-def _squarable(deltas: Sequence[Tensor], parameters: Sequence[Tensor], share: float) -> bool:
+def _ruling_of(judgement: Judgement, verdict: Verdict) -> _Ruling:
+    """On a contribution that is used, scaled down or as it is."""
+    if not judgement.sentence:
+        return _Ruling(verdict)
+    return _Ruling(verdict, "norm", f"{judgement.sentence}: clipped", judgement.smallest_scale)
+
+
+def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:
     """Whether all blocks are finite, and small enough for an outer rule to square the sum of all workers' blocks like them."""
-    norms = _fetched(torch._foreach_norm(list(deltas), 2, dtype=torch.float64)) if deltas else []
     most = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
-    return all(x * share < 0.5 * math.sqrt(y) for x, y in zip(norms, most, strict=True))  # a NaN is not below anything
-
-
-def _fit(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether all buffers are finite, but for what is infinite in ours too (a mask of −∞, say)."""
-    pairs = [(x, y.to(x.device)) for x, y in zip(ours, theirs, strict=True)]
-    return all(_fetched([(y.isfinite() | (y == x)).all() for x, y in pairs]))
-
-
-def _fetched(numbers: Sequence[Tensor]) -> list[float]:
-    """Tensors of one number each, with one transfer from their device for all of them."""
-    return [float(x) for x in torch.stack([n.to(numbers[0].device) for n in numbers]).tolist()] if numbers else []
-
-
-def _mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
-    """A buffer moved towards the other one by `share`; counters take the larger value, infinite entries the finite one."""
-    theirs = theirs.to(ours.device)
-    if not (ours.is_floating_point() or ours.is_complex()):
-        return torch.maximum(ours, theirs)
-    mixed = torch.lerp(ours, theirs.to(ours.dtype), share)
-    return torch.where(theirs.isfinite(), torch.where(ours.isfinite(), mixed, theirs), ours)
+    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(most)).all())  # a NaN is not below anything

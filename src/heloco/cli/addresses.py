@@ -31,16 +31,17 @@ def add_token_flags(made: Parser, right: str) -> None:
     made.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
 
 
-def address_of(parsed: argparse.Namespace) -> str:
-    address = parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS")
-    if not address:
-        raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
-    return str(address).rstrip("/")
+def named_address(parsed: argparse.Namespace) -> str:
+    """The address that was given, or is in the environment; empty where there is none."""
+    return str(parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
 
 
 def linked(parsed: argparse.Namespace, right: "Right") -> Any:
     """A link to the run that is meant, with a token of that right."""
-    return link_to(address_of(parsed), parsed.token, parsed.token_file, right)
+    address = named_address(parsed)
+    if not address:
+        raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
+    return link_to(address, parsed.token, parsed.token_file, right)
 
 
 def link_to(address: str, token: str | None, token_file: str | None, right: "Right") -> Any:

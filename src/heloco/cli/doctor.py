@@ -1,4 +1,4 @@
-"""`heloco doctor ADDRESS`: whether this machine can take part in a run, and what would hold it up."""
+"""`heloco doctor [ADDRESS]`: this machine's facts; whether it can take part in a run, and what would hold it up."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from heloco.cli.addresses import add_address_flags, linked
+from heloco.cli.addresses import add_address_flags, linked, named_address
 from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
@@ -49,6 +49,9 @@ def doctor(parsed: argparse.Namespace) -> int:
 def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("this machine", True, here())
     yield gpu()
+    yield kernels()
+    if not named_address(parsed):
+        return
     from heloco.cluster.protocol.link import LinkDown
     from heloco.cluster.protocol.refusals import Refused
 
@@ -90,6 +93,19 @@ def gpu() -> Finding:
     every = range(torch.cuda.device_count())
     names = [f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[0] / 1e9:.0f} GB free)" for i in every]
     return Finding("GPU", True, ", ".join(names))
+
+
+def kernels() -> Finding:
+    """Which kernels make the outer steps here. Compiled or not, they give the same bits on a CPU."""
+    import torch
+
+    from heloco.outer.kernels import name_for
+    from heloco.outer.kernels.switch import VARIABLE, compiled_kernels_wanted
+
+    why = "no C compiler at installation" if compiled_kernels_wanted() else f"{VARIABLE}=portable"
+    sentences = {"compiled": "compiled", "triton": "Triton", "portable": f"portable torch operations, which are slower ({why})"}
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    return Finding("kernels", True, ", ".join(f"{device}: {sentences[name_for(device)]}" for device in devices))
 
 
 def run_of(info: "RunInfo") -> Finding:

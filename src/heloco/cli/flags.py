@@ -92,6 +92,8 @@ def _is_bool(hint: Any) -> bool:
 
 
 def _metavar(hint: Any) -> str:
+    if float in get_args(hint) and type(None) not in get_args(hint):
+        return "X|off"
     for option in (hint, *get_args(hint)):
         if type(option) is not type and get_origin(option) is not None and "Literal" in str(get_origin(option)):
             return "{" + ",".join(map(str, get_args(option))) + "}"

@@ -109,7 +109,7 @@ def parser() -> Parser:
     add_admin_flags(add("unpause", unpause, "Hand out rounds again."))
     add_evict_flags(add("evict", evict, "Send a machine away from a run for good."))
     add_tokens_flags(add("tokens", tokens, "List, make and revoke the tokens of a run on real machines."))
-    add_doctor_flags(add("doctor", doctor, "Whether this machine can take part in a run, and what would hold it up."))
+    add_doctor_flags(add("doctor", doctor, "This machine's facts; with an address, whether it can take part in the run there."))
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."
     add_rollback_flags(add("rollback", rollback, about))
@@ -184,7 +184,7 @@ def resume(parsed: argparse.Namespace) -> int:
     if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
-    torch.set_num_threads(meta["threads"])  # sums depend on it, to the bit
+    torch.set_num_threads(meta["threads"])  # the inner steps' sums depend on it, to the bit
     task = rebuild_task(config, parsed.data)
     if task.digest != meta["task_digest"]:
         raise UserError(

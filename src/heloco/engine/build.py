@@ -13,8 +13,8 @@ from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
-from heloco.policy import Drop, inner_steps, make_choice, make_weight
-from heloco.run.config import RunConfig, gpt_config, norm_guard, outer_knobs, weight_options
+from heloco.policy import Drop, inner_steps, make_choice, make_guard, make_weight
+from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
 from heloco.synchronizer import Synchronizer
 from heloco.task import Task
 
@@ -107,7 +107,7 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
         choose_shard=make_choice(workers.assign, workers=len(workers.paces), shards=len(windows), seed=config.run.seed),
         weight=make_weight(outer.weight or method.weight, **weight_options(outer)),
         drop=Drop(outer.drop, outer.drop_above),
-        guard=norm_guard(outer),
+        guard=make_guard(outer.norm_limit, outer.norm_policy),
         barrier=method.barrier,
         buffers=list(model.buffers()),
     )

@@ -25,7 +25,7 @@ from torch import nn
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import RunStopped
-from heloco.inner.stacked import Job, Results, StackedInner, kind_of
+from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig
@@ -217,6 +217,7 @@ class Fleet:
 
 def _member(order: int, planned: Planned) -> _Member:
     config = planned.config
+    check_stackable(config.inner)
     workers = config.workers
     events = schedule(
         paces_s=workers.paces,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_parts, describe_model
+from heloco.engine.build import build_parts, describe_model, pick_device
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
+from heloco.outer.kernels import name_for
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
@@ -51,6 +52,7 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: str = "virt
         "heloco": heloco.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
+        "kernels": name_for(pick_device(config.run.device)),
         "method": config.outer.method,
         "paces": config.workers.paces,
         "unit": task.unit,

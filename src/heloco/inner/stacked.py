@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from heloco.errors import UserError
 from heloco.inner.options import InnerOptions, learning_rate
 from heloco.inner.stack import Stack
 from heloco.inner.stacked_loss import StackedLoss, stacked_loss
@@ -36,6 +37,12 @@ def kind_of(options: InnerOptions) -> InnerOptions:
         options, lr=alike.lr, lr_min=alike.lr_min, warmup=alike.warmup, schedule_steps=alike.schedule_steps,
         lr_position=alike.lr_position,
     )  # fmt: skip
+
+
+def check_stackable(options: InnerOptions) -> None:
+    """Refuses settings that a stack cannot honour."""
+    if options.compile:
+        raise UserError("compile is set, but a study computes the rounds of many runs as one stack of models: leave it out.")
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,7 @@ class StackedInner:
 
     def _stack(self, kind: InnerOptions, size: int, steps: int) -> Stack:
         """One that has room for so many and nothing to do."""
+        check_stackable(kind)
         for stack in self._stacks:
             if not stack.busy and (stack.options, stack.size) == (kind, size) and stack.steps >= steps:
                 return stack

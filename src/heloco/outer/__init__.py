@@ -5,7 +5,7 @@ from .delayed_nesterov import DelayedNesterov
 from .heloco import HeLoCo
 from .mla import MLA
 from .nesterov import Nesterov
-from .optimizer import NotFinite, OuterOptimizer
+from .optimizer import NotFinite, OuterOptimizer, ScaleBlocks
 
 __all__ = [
     "CASES",
@@ -18,6 +18,7 @@ __all__ = [
     "NotFinite",
     "Outcome",
     "OuterOptimizer",
+    "ScaleBlocks",
     "correct",
     "examine",
 ]

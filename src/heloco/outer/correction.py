@@ -151,8 +151,7 @@ def _turn(u: Numbers, v: Numbers, c: Numbers, conf: Numbers, of: Any) -> tuple[N
     """(a, b, λ) of blocks that agree weakly with the momentum."""
     slope = np.where(of.ramp, (of.c_ok - c) / (of.c_ok - of.c_bad), 1 - c)
     lam = np.minimum(of.k_d * slope * conf, 1.0)
-    squares = np.array([(1 - x) ** 2 + x**2 for x in lam.tolist()])  # numpy's may differ from Python's in the last bit
-    length = np.sqrt(squares + 2 * lam * (1 - lam) * c)  # ‖ũ‖ of two unit vectors at cosine c
+    length = np.sqrt((1 - lam) * (1 - lam) + lam * lam + 2 * lam * (1 - lam) * c)  # ‖ũ‖ of two unit vectors at cosine c
     length = np.maximum(length, of.eps)
     return of.weight * (1 - lam) / length, of.after * (lam * u / (v * length)), lam
 
@@ -164,7 +163,7 @@ def correct(pseudo_gradient: Tensor, momentum: Tensor, *, weight: float = 1.0, *
     """G = ρ·correct(Δ, m) of one block (Algorithm 2), as a new tensor. `constants` are the fields of `Correction`."""
     a, b, _ = examine(pseudo_gradient, momentum, weight=weight, **constants)
     corrected = pseudo_gradient * a
-    return corrected.add_(momentum, alpha=b) if b else corrected
+    return corrected.add_(momentum * b) if b else corrected
 
 
 def examine(

@@ -10,10 +10,12 @@ c in [0, 1/N] spreads the momentum's step over the arrivals in between; Liu's de
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .kernels import Passes
+from .kernels.portable import pieces
 from .optimizer import Blocks, OuterOptimizer
 
 
@@ -29,24 +31,32 @@ class DelayedNesterov(OuterOptimizer):
         if not 0 <= c <= 1 / delay:
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
 
-    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:  # noqa: ARG002
-        each = zip(blocks.parameters, blocks.momenta, blocks.pseudo_gradients, blocks.group_of, blocks.a.tolist(), strict=True)
-        moved = [self._move(p, m, u, self.param_groups[i], a).to(blocks.parameters[0].device) for p, m, u, i, a in each]
-        return [float(x) for x in torch.stack(moved).tolist()] if moved else []  # one transfer from a GPU
+    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:
+        tensors = zip(blocks.parameters, blocks.momenta, blocks.pseudo_gradients, strict=True)
+        settings = zip(blocks.states, [self.param_groups[i] for i in blocks.group_of], blocks.a.tolist(), strict=True)
+        turns = [self._move(*of_block, *how) for of_block, how in zip(tensors, settings, strict=True)]
+        # η‖G/N + share·μm‖ from the sums with the momentum as it is now
+        uu, mm, um = (passes.statistics() if any(turn for turn, _ in turns) else blocks.sums).T
+        lr, mu = blocks.laws[:2]
+        x, y = blocks.a / [self.param_groups[i]["delay"] for i in blocks.group_of], mu * [share for _, share in turns]
+        square = x * x * uu + 2 * x * y * um + y * y * mm
+        lengths: list[float] = (lr * np.sqrt(np.maximum(square, 0.0))).tolist()
+        return lengths
 
-    def _move(self, p: Tensor, m: Tensor, pseudo_gradient: Tensor, group: dict[str, Any], rho: float) -> Tensor:
+    @staticmethod
+    def _move(p: Tensor, m: Tensor, u: Tensor, state: dict[str, Any], group: dict[str, Any], rho: float) -> tuple[bool, float]:
+        """Whether it was the momentum's turn, and its share of the step."""
         n, c, mu, lr = group["delay"], group["c"], group["momentum"], group["lr"]
-        state = self.state[p]
         total = state.setdefault("pseudo_gradient_sum", torch.zeros_like(m))
         state["arrivals"] = state.get("arrivals", 0) + 1
-        step = pseudo_gradient.to(m.dtype) * rho
-        total.add_(step)
-        share = c
-        if state["arrivals"] % n == 0:
-            m.mul_(mu).add_(total, alpha=1 / n)
-            total.zero_()
-            share = 1 - c * n + c
-        step.mul_(1 / n).add_(m, alpha=share * mu)
-        p.add_(step, alpha=-lr)
-        length: Tensor = torch.linalg.vector_norm(step)
-        return length.mul_(lr)
+        is_turn = state["arrivals"] % n == 0
+        share = 1 - c * n + c if is_turn else c
+        for theta, momentum, delta, gathered in pieces(p, m, u, total):
+            step = delta.to(m.dtype) * rho  # rounded before it is added, here and below: `alpha=` may fuse the two
+            gathered.add_(step)
+            if is_turn:
+                momentum.mul_(mu).add_(gathered * (1 / n))
+                gathered.zero_()
+            step.mul_(1 / n).add_(momentum * (share * mu)).mul_(lr)
+            theta.sub_(step)
+        return is_turn, share

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from .correction import Correction
 from .mla import MLA
+from .optimizer import OuterOptimizer
 
 CONSTANTS = ("reorient", "weigh", "c_ok", "k_s", "k_d", "kappa", "beta_max", "eps", "c_bad")
 
@@ -36,13 +37,12 @@ class HeLoCo(MLA):
         c_bad: float = -0.2,
     ) -> None:
         given = locals()
-        super().__init__(params, lr, momentum, lookahead=lookahead)
-        for name in CONSTANTS:  # beside lr and momentum, so that each can be set per parameter group
-            self.defaults[name] = given[name]
-        for group in self.param_groups:
-            for name in CONSTANTS:
-                group.setdefault(name, given[name])
-            self._correction(group)  # refuses constants outside their range
+        names = ("lr", "momentum", "lookahead", *CONSTANTS)  # each can be set per parameter group
+        OuterOptimizer.__init__(self, params, {name: given[name] for name in names})
+
+    def _check(self, group: dict[str, Any]) -> None:
+        super()._check(group)
+        self._correction(group)  # refuses constants outside their range
 
     def _correction(self, group: dict[str, Any]) -> Correction:
         return _checked(*(group[name] for name in CONSTANTS))

@@ -15,7 +15,7 @@ from torch.optim.sgd import sgd
 
 from .kernels import Passes
 from .kernels.native import PLAIN
-from .optimizer import Blocks, OuterOptimizer, momentum_step, momentum_step_lengths
+from .optimizer import Blocks, OuterOptimizer, momentum_step_lengths
 
 
 class Nesterov(OuterOptimizer):
@@ -23,38 +23,34 @@ class Nesterov(OuterOptimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "fused": fused})
 
     def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:
-        if passes.alike and blocks.parameters[0].dtype is blocks.momenta[0].dtype and len(self.param_groups) == 1:
+        if passes.alike and len(self.param_groups) == 1:
             self._sgd(blocks, self.param_groups[0], contiguous=True)
         else:
             self._by_kind(blocks)
         return momentum_step_lengths(blocks)
 
     def _by_kind(self, blocks: Blocks) -> None:
-        mixed: list[int] = []
         kinds: dict[tuple[int, bool], list[int]] = {}
         columns = blocks.group_of, blocks.parameters, blocks.momenta, blocks.pseudo_gradients
-        for i, (group, p, m, u) in enumerate(zip(*columns, strict=True)):
-            if p.dtype is m.dtype:
-                # torch's fused SGD walks through memory whatever the strides: it would pair tensors laid out otherwise wrongly
-                contiguous = p.is_contiguous() and m.is_contiguous() and u.is_contiguous()
-                kinds.setdefault((group, contiguous), []).append(i)
-            else:
-                mixed.append(i)
-        if mixed:  # torch's SGD keeps no float32 momentum for half-precision parameters
-            some = blocks.pick(mixed)
-            momentum_step(some, Passes(some.parameters, some.momenta, some.pseudo_gradients))
+        for i, (group, *tensors) in enumerate(zip(*columns, strict=True)):
+            # torch's fused SGD walks through memory whatever the strides: it would pair tensors laid out otherwise wrongly
+            kinds.setdefault((group, all(t.is_contiguous() for t in tensors)), []).append(i)
         for (group, contiguous), indices in kinds.items():
             self._sgd(blocks.pick(indices), self.param_groups[group], contiguous)
 
     def _sgd(self, blocks: Blocks, group: dict[str, Any], contiguous: bool) -> None:
-        weight = float(blocks.a[0])  # ρ, the same for all blocks of a step
-        weighted = blocks.pseudo_gradients if weight == 1 else _times(blocks.pseudo_gradients, weight)
+        deltas = blocks.pseudo_gradients
+        if any(u.dtype is not p.dtype for u, p in zip(deltas, blocks.parameters, strict=True)):
+            deltas = [u.to(p.dtype) for u, p in zip(deltas, blocks.parameters, strict=True)]
+        weighted = _times(deltas, blocks.a.tolist())
         fused = None if group["fused"] and not contiguous else group["fused"]
         # One call for all blocks rather than four for each: the same operations, but torch adds to what it takes for gradients.
-        own = weight != 1 and contiguous and {*map(type, blocks.parameters), *map(type, blocks.momenta)}.issubset(PLAIN)
+        own = (
+            weighted is not deltas and contiguous and {*map(type, blocks.parameters), *map(type, blocks.momenta)}.issubset(PLAIN)
+        )
         sgd(
             blocks.parameters,
-            [u if u.dtype is p.dtype else u.to(p.dtype) for u, p in zip(weighted, blocks.parameters, strict=True)],
+            weighted,
             list(blocks.momenta),
             foreach=True if own and fused is None else None,
             fused=fused,
@@ -67,8 +63,13 @@ class Nesterov(OuterOptimizer):
         )
 
 
-def _times(tensors: list[Tensor], number: float) -> list[Tensor]:
-    """On the CPU by a tensor: of a number torch would make one for each block, which takes longer than a small block."""
+def _times(tensors: list[Tensor], numbers: list[float]) -> list[Tensor]:
+    """Each tensor times its number: ρ for all of them, unless some blocks are scaled down. If all numbers are 1, the tensors
+    themselves. On the CPU by a tensor: of a number torch would make one for each block, which takes longer than a small block."""
+    if len(set(numbers)) > 1:
+        return list(torch._foreach_mul(tensors, numbers))
+    if numbers[0] == 1:
+        return tensors
     dtypes = {x.dtype for x in tensors}
-    by = torch.tensor(number, dtype=dtypes.pop()) if len(dtypes) == 1 and tensors[0].is_cpu else number
+    by = torch.tensor(numbers[0], dtype=dtypes.pop()) if len(dtypes) == 1 and tensors[0].is_cpu else numbers[0]
     return list(torch._foreach_mul(tensors, by))

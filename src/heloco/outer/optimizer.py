@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from heloco.dtypes import CAN_BE_TRAINED, HALF, TRAINABLE
+
 from . import kernels
 from .correction import Correction, Outcome, combine_all, law
 from .kernels import Numbers
+from .masters import master_of, round_masters
 
 SLICE = 1 << 20
+LARGEST_SQUARE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
+"""Of a block with a momentum in this precision: what is larger could overflow in the step."""
+ScaleBlocks = Callable[[Numbers], Sequence[float]]
+"""Δ·Δ of each block -> the factor to scale each with; empty: all stay as they are."""
 
 
 class NotFinite(ValueError):
@@ -28,8 +35,11 @@ class Blocks:
     """The blocks of one step, everything a rule needs to move them, column by column."""
 
     parameters: list[Tensor]
+    """As the rule moves them: masters where the model's own are in half precision."""
     momenta: list[Tensor]
     pseudo_gradients: list[Tensor]
+    states: list[dict[str, Any]]
+    """The optimizer's state of each."""
     group_of: list[int]
     """The number of each block's parameter group."""
     laws: Numbers
@@ -42,8 +52,8 @@ class Blocks:
 
     def pick(self, indices: list[int]) -> "Blocks":
         p, m, u = ([column[i] for i in indices] for column in (self.parameters, self.momenta, self.pseudo_gradients))
-        group_of = [self.group_of[i] for i in indices]
-        return Blocks(p, m, u, group_of, self.laws[:, indices], self.sums[indices], self.a[indices], self.b[indices])
+        states, group_of = [self.states[i] for i in indices], [self.group_of[i] for i in indices]
+        return Blocks(p, m, u, states, group_of, self.laws[:, indices], self.sums[indices], self.a[indices], self.b[indices])
 
 
 _plain_add_param_group = getattr(Optimizer.add_param_group, "__wrapped__", Optimizer.add_param_group)
@@ -52,6 +62,9 @@ _plain_add_param_group = getattr(Optimizer.add_param_group, "__wrapped__", Optim
 
 class OuterOptimizer(Optimizer):
     """Common to all outer rules: `p.grad` holds the pseudo-gradient Δ, `state[p]["momentum_buffer"]` the outer momentum m.
+
+    θ is at least float32: a parameter in half precision has a master in `state[p]["master"]`, which the rule moves. Each step
+    writes the master's rounding into the parameter, over whatever else was written there.
 
     After a step, `outcomes` tells for each block with a pseudo-gradient, in the order of the parameters, what was done to it, and
     `movements` how far it moved (‖θ_{t+1} − θ_t‖).
@@ -70,6 +83,19 @@ class OuterOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._check({**self.defaults, **param_group})
         _plain_add_param_group(self, param_group)
+        try:
+            self._check_trainable()
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def _check_trainable(self) -> None:
+        """Refuses the parameters of the last group whose dtype no rule can move."""
+        group, before = self.param_groups[-1], sum(len(group["params"]) for group in self.param_groups[:-1])
+        names = group.get("param_names") or [f"block {before + i}" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            if p.dtype not in TRAINABLE:
+                raise ValueError(f"{name} is {p.dtype}: {CAN_BE_TRAINED}")
 
     def _check(self, group: dict[str, Any]) -> None:
         """Refuses a parameter group's settings outside their range."""
@@ -94,10 +120,22 @@ class OuterOptimizer(Optimizer):
         return 1.0
 
     @overload
-    def step(self, closure: None = None, *, weight: float = 1.0, pseudo_gradients: Sequence[Tensor] | None = None) -> None: ...
+    def step(
+        self,
+        closure: None = None,
+        *,
+        weight: float = 1.0,
+        pseudo_gradients: Sequence[Tensor] | None = None,
+        scale: ScaleBlocks | None = None,
+    ) -> None: ...
     @overload
     def step(
-        self, closure: Callable[[], float], *, weight: float = 1.0, pseudo_gradients: Sequence[Tensor] | None = None
+        self,
+        closure: Callable[[], float],
+        *,
+        weight: float = 1.0,
+        pseudo_gradients: Sequence[Tensor] | None = None,
+        scale: ScaleBlocks | None = None,
     ) -> float: ...
 
     @torch.no_grad()
@@ -107,10 +145,12 @@ class OuterOptimizer(Optimizer):
         *,
         weight: float = 1.0,
         pseudo_gradients: Sequence[Tensor] | None = None,
+        scale: ScaleBlocks | None = None,
     ) -> float | None:
         """One arrival. `weight` is ρ. Raises `NotFinite` and leaves everything as it was if a pseudo-gradient is not finite.
 
         `pseudo_gradients`, one for each parameter on whatever device and in whatever precision, take the place of `p.grad`.
+        `scale` may scale blocks down: it is called with the sums that the step needs anyway, before anything is changed.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight is {weight!r}: an arrival's weight must be a finite number ≥ 0.")
@@ -118,23 +158,56 @@ class OuterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters, deltas, group_of = self._found() if pseudo_gradients is None else self._handed(pseudo_gradients)
+        blocks = self._found() if pseudo_gradients is None else self._handed(pseudo_gradients)
+        self._step(*blocks, weight, scale)
+        return loss
+
+    def _step(
+        self, parameters: list[Tensor], deltas: list[Tensor], group_of: list[int], weight: float, scale: ScaleBlocks | None
+    ) -> None:
+        thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
-        passes = kernels.Passes(parameters, momenta, deltas)
-        if pseudo_gradients is not None and not (passes.alike and _fits(deltas[0], parameters[0])):  # as torch has them in p.grad
-            deltas = [u if _fits(u, p) else u.to(p.device, p.dtype) for u, p in zip(deltas, parameters, strict=True)]
-            passes = kernels.Passes(parameters, momenta, deltas)
+        passes = kernels.Passes(thetas, momenta, deltas)
         laws = [self._law(group, self._correction(group), weight) for group in self.param_groups]
-        sums = passes.step(laws, group_of) if self.in_one_go else None
+        sums = passes.step(laws, group_of) if self.in_one_go and scale is None else None
         if sums is None:
             sums = passes.statistics()
-        finite = np.isfinite(sums[:, 0])
-        if not finite.all():
-            raise NotFinite(f"the pseudo-gradient of block {finite.argmin()} is not finite")
+        usable = sums[:, 0] <= [LARGEST_SQUARE[m.dtype] for m in momenta]  # a NaN is not below anything
+        if not usable.all():
+            raise NotFinite(f"the pseudo-gradient of block {usable.argmin()} is not finite")
         of_blocks = np.array(laws, dtype=np.float64).T.take(group_of, axis=1)
-        a, b, self.outcomes = combine_all(sums, of_blocks)
-        self.movements = self._apply(Blocks(parameters, momenta, deltas, group_of, of_blocks, sums, a, b), passes)
-        return loss
+        factors = scale(sums[:, 0]) if scale is not None else ()
+        a, b, self.outcomes = combine_all(_scaled(sums, factors), of_blocks)
+        a = a * factors if len(factors) else a  # G = a·sΔ + b·m
+        states = [self.state[p] for p in parameters]
+        self.movements = self._apply(Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b), passes)
+        round_masters(parameters, thetas)
+
+    @torch.no_grad()
+    def thetas(self) -> list[Tensor]:
+        """θ as the rule moves it: the parameters of all groups, or their masters. Look only."""
+        return [theta.detach() for group in self.param_groups for theta in self._masters(group["params"])]
+
+    @torch.no_grad()
+    def squares(self, pseudo_gradients: Sequence[Tensor]) -> Numbers:
+        """Δ·Δ of each block, as a step would find it."""
+        _, deltas, _ = self._handed(pseudo_gradients)
+        thetas = self.thetas()
+        squares: Numbers = kernels.Passes(thetas, thetas, deltas).statistics()[:, 0]
+        return squares
+
+    @torch.no_grad()
+    def norm(self) -> float:
+        """‖θ‖."""
+        thetas = self.thetas()
+        squares = kernels.Passes(thetas, thetas, thetas).statistics()[:, 0].tolist()
+        return math.sqrt(sum(squares))
+
+    def _masters(self, parameters: list[Tensor]) -> list[Tensor]:
+        """What the rule moves: each parameter itself, or its master."""
+        if not HALF.intersection(p.dtype for p in parameters):
+            return parameters
+        return [master_of(p, self.state[p]) if p.dtype in HALF else p for p in parameters]
 
     def _found(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """The parameters with a `p.grad`, these, and the number of each one's group."""
@@ -146,7 +219,10 @@ class OuterOptimizer(Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         if list(map(_shape, parameters)) != list(map(_shape, pseudo_gradients)):
             raise ValueError("pseudo_gradients must be of the parameters' shapes, one for each parameter in their order.")
-        return parameters, list(pseudo_gradients), [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
+        deltas = list(pseudo_gradients)
+        if list(map(_device, parameters)) != list(map(_device, deltas)):
+            deltas = [u.to(p.device) for u, p in zip(deltas, parameters, strict=True)]
+        return parameters, deltas, [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
 
     @torch.no_grad()
     def lookahead(self) -> list[Tensor]:
@@ -155,7 +231,8 @@ class OuterOptimizer(Optimizer):
         for group in self.param_groups:
             ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
             momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
-            starts += _ahead(group["params"], momenta, ahead)
+            own = _ahead(self._masters(group["params"]), momenta, ahead)
+            starts += own if not HALF.intersection(p.dtype for p in group["params"]) else _copies(own, group["params"])
         return starts
 
     @torch.no_grad()
@@ -165,14 +242,16 @@ class OuterOptimizer(Optimizer):
         group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
         ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
         momentum = self.state[p].get("momentum_buffer") if ahead else None
+        [theta] = self._masters([p])
         if momentum is None:
             yield p.detach()
-        elif p.is_contiguous() and kernels.alike([p, momentum]) and not kernels.on_gpu(p):
-            room = torch.empty(min(SLICE, p.numel()), dtype=p.dtype)
-            for part, m in zip(p.detach().view(-1).split(SLICE), momentum.view(-1).split(SLICE), strict=True):
-                yield torch.sub(part, m, alpha=ahead, out=room[: part.numel()])
+        elif kernels.alike([theta, momentum]) and not kernels.on_gpu(p):
+            room = torch.empty(min(SLICE, p.numel()), dtype=momentum.dtype)
+            parts, momenta = torch.split(theta.detach().view(-1), SLICE), torch.split(momentum.view(-1), SLICE)
+            for part, m in zip(parts, momenta, strict=True):
+                yield torch.mul(m, -ahead, out=room[: part.numel()]).add_(part).to(p.dtype)
         else:
-            yield _ahead([p], [momentum], ahead)[0]
+            yield _ahead([theta], [momentum], ahead)[0].to(p.dtype)
 
     def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law:
         """How the blocks of a group move, in numbers alone."""
@@ -194,11 +273,16 @@ class OuterOptimizer(Optimizer):
                         self.state[p][name] = value.detach().to(p.device, _momentum_dtype(p), copy=True)
 
 
-_shape = attrgetter("shape")
+_shape, _device = attrgetter("shape"), attrgetter("device")
 
 
-def _fits(pseudo_gradient: Tensor, parameter: Tensor) -> bool:
-    return pseudo_gradient.dtype is parameter.dtype and pseudo_gradient.device == parameter.device
+def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
+    """(Δ·Δ, m·m, Δ·m) of blocks whose Δ is scaled by these factors; none: as they are."""
+    if not len(factors):
+        return sums
+    s = np.array(factors)
+    scaled: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
+    return scaled
 
 
 def _momentum_dtype(p: Tensor) -> torch.dtype:
@@ -206,34 +290,30 @@ def _momentum_dtype(p: Tensor) -> torch.dtype:
 
 
 def _ahead(parameters: list[Tensor], momenta: list[Tensor | None], ahead: float) -> list[Tensor]:
-    """θ − ahead·m of each block as a new tensor, or θ where there is no m. Blocks that are alike go together, on a GPU all."""
+    """θ − ahead·m of each block as a new tensor, or θ where there is no m. Blocks that are alike go together.
+
+    On the CPU the product is rounded before it is added: with `alpha=` torch fuses the two where the processor can.
+    """
     held = [m for m in momenta if m is not None]
-    if len(held) == len(parameters) and kernels.alike([*parameters, *held]):
+    if not held:
+        return _copies(parameters, parameters)
+    if len(held) < len(parameters) or not kernels.alike([*parameters, *held]):
+        each = zip(parameters, momenta, strict=True)
+        return [p.detach().clone() if m is None else p.detach() - m * ahead for p, m in each]
+    if kernels.on_gpu(held[0]):
         return list(torch._foreach_sub(parameters, held, alpha=ahead))
-    parameters = [p.detach() for p in parameters]
-    starts: dict[int, Tensor] = {}
-    kinds: dict[tuple[torch.device, torch.dtype, torch.dtype | None], list[int]] = {}
-    for i, (p, m) in enumerate(zip(parameters, momenta, strict=True)):
-        if kernels.on_gpu(p) and type(p) is Tensor:
-            kinds.setdefault((p.device, p.dtype, None if m is None else torch.promote_types(p.dtype, m.dtype)), []).append(i)
-        else:
-            starts[i] = p.clone() if m is None else p.clone().sub_(m, alpha=ahead)
-    for (_, dtype, wide), indices in kinds.items():
-        found = [parameters[i] for i in indices]
-        if wide is None:
-            found = _copies(found, dtype)
-        else:  # in the momentum's precision if that is the higher one, with one rounding at the end
-            found = found if wide is dtype else _copies(found, wide)
-            found = list(torch._foreach_sub(found, [m for i in indices if (m := momenta[i]) is not None], alpha=ahead))
-            found = found if wide is dtype else _copies(found, dtype)
-        starts.update(zip(indices, found, strict=True))
-    return [starts[i] for i in range(len(parameters))]
+    starts = list(torch._foreach_mul(held, -ahead))
+    torch._foreach_add_(starts, parameters)
+    return starts
 
 
-def _copies(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    made = [torch.empty_like(x, dtype=dtype) for x in tensors]
-    torch._foreach_copy_(made, tensors)
-    return made
+def _copies(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """New tensors, each in the precision of the other one; on a GPU with one launch for many."""
+    if not any(map(kernels.on_gpu, tensors)):
+        return [x.detach().to(y.dtype, copy=True) for x, y in zip(tensors, like, strict=True)]
+    copies = [torch.empty_like(x.detach(), dtype=y.dtype) for x, y in zip(tensors, like, strict=True)]
+    torch._foreach_copy_(copies, [x.detach() for x in tensors])
+    return copies
 
 
 def momentum_step(blocks: Blocks, passes: kernels.Passes) -> list[float]:

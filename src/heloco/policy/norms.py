@@ -1,53 +1,176 @@
-"""What happens to a contribution whose norm is far outside the recent ones."""
+"""A guard against contributions whose norm is far above the usual one: a machine that went wrong must not spoil the run.
+
+What is usual is learnt from the last contributions. A worker's usual norm is the median of its last KEPT ones, and the run's is
+the (lower) median of these over the workers, so that neither a frequent worker nor a single liar among three owns it. Norms are
+divided by √H before they are compared, because rounds may differ in their number H of inner steps. A contribution may be
+
+    ‖Δ‖ ≤ limit · max(usual, min(own, limit · usual))
+
+What is above this bound is refused, or scaled down to the bound without its first `limit`, so that it counts as much as a usual
+one. `own` is the worker's own usual norm: one that has larger contributions for good (its learning rate decays later, its data
+differs) is not cut down to the others', up to limit times theirs. Each block has the same bound with its own usual norms, where
+`usual` is at least what the block would have if all elements of the model moved alike: a block that hardly moves, such as a bias
+without a gradient, says nothing by moving a little more.
+
+What is remembered of an outlier is the bound that it broke. So if all norms change for good, by a factor of up to
+limit · (1 + limit) / 2, the bound has followed after two contributions of each worker; a factor of limit³ takes six. Zeros say
+nothing about the scale and are not remembered.
+
+At first nothing is usual yet. Until ENOUGH norms of at least QUORUM workers are known, or of all workers if fewer take part, the
+bound is ‖Δ‖ ≤ limit · ‖θ‖: a round that moves the model by ten times the model's own length is no training. (If θ = 0, √n stands
+for ‖θ‖. A worker that is alone in the run has no more than KEPT norms, and they are enough.)
+"""
 
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from heloco.errors import UserError, nearest
 
-RECENT, ENOUGH = 32, 8
+KEPT, ENOUGH, QUORUM = 4, 8, 3
+POLICIES = ("clip", "refuse")
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What is to become of a contribution."""
+
+    scales: Sequence[float] = ()
+    """The factor of each block; empty: all are 1."""
+    sentence: str = ""
+    """Which norm is how far above its bound; empty: none is."""
+
+    @property
+    def smallest_scale(self) -> float:
+        return min(self.scales, default=1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class NormGuard:
-    """Compares ‖Δ‖ with the median of the last 32 that were taken; the first 8 are only looked at.
-
-    refuse  above `limit` × the median the contribution is refused, and its data goes back to the ledger;
-    clip    it is scaled down to `limit` × the median, and that is what is remembered of it.
-    """
+    """`limit` infinite: there is no guard. clip: an outlier is scaled down to the usual norm; refuse: it is refused."""
 
     limit: float = math.inf
-    how: Literal["refuse", "clip"] = "refuse"
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    policy: Literal["clip", "refuse"] = "clip"
 
     def __post_init__(self) -> None:
         if not self.limit > 1:
-            raise UserError(f"norm_limit is {self.limit}: give a number above 1, so many times the usual norm, or leave it out.")
-        if self.how not in ("refuse", "clip"):
-            raise UserError(f"There is no norm_policy {self.how!r}; {nearest(self.how, ('refuse', 'clip'))}")
+            raise UserError(f"norm_limit is {self.limit}: give a number above 1, or off.")
+        if self.policy not in POLICIES:
+            raise UserError(f"There is no norm_policy {self.policy!r}; {nearest(self.policy, POLICIES)}")
 
     @property
-    def on(self) -> bool:
+    def is_on(self) -> bool:
         return self.limit < math.inf
 
-    @property
-    def clips(self) -> bool:
-        """A contribution that is clipped is copied."""
-        return self.on and self.how == "clip"
+    def judge(
+        self,
+        history: "NormHistory",
+        worker: int,
+        squares: Sequence[float],
+        *,
+        inner_steps: int,
+        participants: int,
+        model_norm: Callable[[], float],
+    ) -> Judgement:
+        """`squares` are the finite sums Δ·Δ of each block. `participants` is how many workers were handed a round so far.
 
-    def scale(self, norm: float) -> float:
-        """1: as it is; 0: refuse it; else the factor to scale it with."""
-        if len(self.recent) >= ENOUGH and norm > (most := self.limit * statistics.median(self.recent)):
-            if self.how == "refuse":
-                return 0.0
-            self.recent.append(most)
-            return most / norm
-        self.recent.append(norm)
-        return 1.0
+        The norms, or the bounds that they break, enter the history.
+        """
+        norms = [math.sqrt(square) for square in squares]
+        if not any(norms):
+            return Judgement()
+        usual = history.usual(participants)
+        if usual is None:
+            bounds = [self.limit * (model_norm() or math.sqrt(sum(history.sizes))), *[math.inf] * len(norms)]
+            shrink = min(1.0, bounds[0] / _root_of_sum_of_squares(norms))
+            capped, reference = [norm * shrink for norm in norms], "the model's own norm"
+        else:
+            bounds = [bound * math.sqrt(inner_steps) for bound in self._bounds(history, worker, usual)]
+            capped, reference = list(map(min, norms, bounds[1:])), "the usual one"
+        total = min(_root_of_sum_of_squares(capped), bounds[0])
+        history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (total, *capped)])
+        scales = self._scales(norms, bounds)
+        return Judgement() if min(scales) == 1 else Judgement(scales, self._sentence(norms, bounds, scales, reference))
 
-    def remember(self, norms: Iterable[float]) -> None:
-        self.recent = deque(norms, maxlen=RECENT)
+    def _scales(self, norms: list[float], bounds: list[float]) -> list[float]:
+        """Blocks above their bounds are brought down to what is usual, and so is the whole, if it is still above its own."""
+        scales = [1.0 if norm <= bound else bound / self.limit / norm for norm, bound in zip(norms, bounds[1:], strict=True)]
+        total = _root_of_sum_of_squares([scale * norm for scale, norm in zip(scales, norms, strict=True)])
+        whole = 1.0 if total <= bounds[0] else bounds[0] / self.limit / total
+        return [scale * whole for scale in scales]
+
+    def _sentence(self, norms: list[float], bounds: list[float], scales: list[float], reference: str) -> str:
+        """About the worst block if others are as they were, else about the whole contribution."""
+        if max(scales) == 1:
+            worst = scales.index(min(scales))
+            name, norm, bound = f"the norm of its block {worst}", norms[worst], bounds[1 + worst]
+        else:
+            name, norm, bound = "its norm", _root_of_sum_of_squares(norms), bounds[0]
+        return f"{name}, {norm:.4g}, is {norm / bound * self.limit:.4g} × {reference}"
+
+    def _bounds(self, history: "NormHistory", worker: int, usual: list[float]) -> list[float]:
+        """Of the whole contribution, then of each block."""
+        elements = max(1, sum(history.sizes))
+        even = [usual[0], *(usual[0] * math.sqrt(size / elements) for size in history.sizes)]
+        least = [max(pair) for pair in zip(usual, even, strict=True)]
+        own = history.of_worker(worker)
+        return [self.limit * max(x, min(y, self.limit * x)) for x, y in zip(least, own, strict=True)]
+
+
+def make_guard(limit: "float | Literal['off']", policy: Literal["clip", "refuse"]) -> NormGuard:
+    """From a run's settings norm_limit and norm_policy."""
+    if limit == math.inf:
+        raise UserError("norm_limit is inf: give a finite number above 1, or off.")
+    return NormGuard(math.inf if limit == "off" else limit, policy)
+
+
+class NormHistory:
+    """The last norms of each worker: rows of the norm of all blocks together, then of each block; 0 where it says nothing."""
+
+    def __init__(self, workers: int, sizes: Sequence[int]) -> None:
+        """`sizes`: the number of elements of each block."""
+        self.sizes = tuple(sizes)
+        self._rows: list[deque[list[float]]] = [deque(maxlen=KEPT) for _ in range(workers)]
+        self._medians = [[0.0] * (1 + len(self.sizes)) for _ in range(workers)]
+
+    def usual(self, participants: int) -> list[float] | None:
+        """The run's usual norms; None as long as too little is known."""
+        known = [median for median, rows in zip(self._medians, self._rows, strict=True) if rows]
+        enough = min(ENOUGH, KEPT * participants)
+        if sum(map(len, self._rows)) < enough or len(known) < min(QUORUM, participants):
+            return None
+        return [_median_of_positive(column, statistics.median_low) for column in zip(*known, strict=True)]
+
+    def of_worker(self, worker: int) -> list[float]:
+        return self._medians[worker]
+
+    def remember(self, worker: int, norms: list[float]) -> None:
+        rows = self._rows[worker]
+        rows.append(norms)
+        self._medians[worker] = [_median_of_positive(column, statistics.median) for column in zip(*rows, strict=True)]
+
+    def rows(self) -> list[list[list[float]]]:
+        """Everything, by worker, the oldest first: for a checkpoint."""
+        return [list(rows) for rows in self._rows]
+
+    def load(self, rows: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Into a history that is new."""
+        for worker, of_worker in enumerate(rows):
+            for norms in of_worker:
+                self.remember(worker, list(norms))
+
+
+def _median_of_positive(values: Sequence[float], median: Callable[[list[float]], float]) -> float:
+    positive = [value for value in values if value > 0]
+    return median(positive) if positive else 0.0
+
+
+def _root_of_sum_of_squares(values: Sequence[float]) -> float:
+    """The same on every machine: `fsum` is exact but for one rounding."""
+    try:
+        return math.sqrt(math.fsum(value * value for value in values))
+    except OverflowError:
+        return math.inf

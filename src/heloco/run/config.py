@@ -13,7 +13,7 @@ from heloco.errors import UserError, nearest
 from heloco.inner import InnerOptions
 from heloco.methods import get_method
 from heloco.outer.heloco import CONSTANTS as HELOCO_CONSTANTS
-from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, NormGuard
+from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, make_guard
 from heloco.run.values import convert
 from heloco.task.gpt import GPTConfig, preset
 
@@ -114,10 +114,10 @@ class OuterConfig:
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
     """The largest staleness that is still applied."""
-    norm_limit: float | None = None
-    """A pseudo-gradient's norm may be so many times the median of the recent ones; unset: any."""
-    norm_policy: Literal["refuse", "clip"] | None = None
-    """What happens to one above norm_limit; unset: refuse."""
+    norm_limit: float | Literal["off"] = 10.0
+    """How many times the usual norm a pseudo-gradient may have, as a whole and in each block; off: any."""
+    norm_policy: Literal["clip", "refuse"] = "clip"
+    """What happens to a pseudo-gradient above norm_limit: it is scaled down to the usual norm, or refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +171,18 @@ class RunConfig:
 
     def digest(self) -> str:
         sections = {section: values for section, values in asdict(self).items() if section != "cluster"}
+        unused = unused_settings(self)
         deciding = {
-            section: {name: value for name, value in values.items() if name not in YOUNGER or value not in (None, "")}
-            for section, values in sections.items()
+            section: {name: value for name, value in values.items() if name not in unused} for section, values in sections.items()
         }
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 
 PAPER: dict[str, Any] = {
     "preset": "paper", "tokenizer": "gpt2", "inner_steps": 80, "arrivals": 300, "batch_size": 2,
-    "lr": 2e-4, "lr_min": 1e-6, "eval_every": 30, "checkpoint_every": 60, "eval_windows": 128,
+    "lr": 2e-4, "lr_min": 1e-6, "eval_every": 30, "checkpoint_every": 60, "eval_windows": 128, "norm_limit": "off",
 }  # fmt: skip
-"""The paper's setting, over the defaults: `heloco train --recipe paper`."""
+"""The paper's setting, over the defaults: `heloco train --recipe paper`. Studies are over it too."""
 RECIPES: dict[str, dict[str, Any]] = {"default": {}, "paper": PAPER}
 
 SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(RunConfig)}
@@ -190,7 +190,8 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix."""
 
 
-_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above", "norm_limit", "norm_policy"))
+GUARD = ("norm_limit", "norm_policy")
+_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above", *GUARD))
 DERIVED: dict[str, tuple[str, ...]] = {
     "preset": ("width", "layers", "heads", "context", "hf"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer"),
@@ -202,8 +203,14 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "method": _RULE,
 }
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
-YOUNGER = ("hf", "norm_limit", "norm_policy")
-"""Settings that came after runs were kept. Where they are not used, a run is known by the digest that it had without them."""
+WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
+"""What an effective config means that has no such setting: it was written by a version without it."""
+
+
+def unused_settings(config: RunConfig) -> set[str]:
+    """Settings that came after runs were kept and that this one does not use: its digest is the one it had without them."""
+    unused = set() if config.model.hf else {"hf"}
+    return unused | (set(GUARD) if config.outer.norm_limit == "off" else set())
 
 
 def field_types() -> dict[str, Any]:
@@ -258,7 +265,7 @@ def parse_toml(text: str, path: str, overridden: Iterable[str] = ()) -> dict[str
                 known = [n for n, s in FIELDS.items() if s == section]
                 raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
             values[name] = value
-    return without_derived(values, overridden) if effective else values
+    return without_derived(WRITTEN_BEFORE | values, overridden) if effective else values
 
 
 def without_derived(values: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
@@ -305,12 +312,6 @@ def gpt_config(model: ModelConfig) -> GPTConfig:
     return preset(model.preset, **{name: getattr(model, name) for name in sizes})
 
 
-def norm_guard(config: OuterConfig) -> NormGuard:
-    if config.norm_policy is not None and config.norm_limit is None:
-        raise UserError("norm_policy says what happens above norm_limit: give that too, or leave both out.")
-    return NormGuard(math.inf if config.norm_limit is None else config.norm_limit, config.norm_policy or "refuse")
-
-
 def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
     if not config.data.tokenizer and not (config.model.hf and config.data.task == "language"):
@@ -332,7 +333,7 @@ def resolve(config: RunConfig) -> RunConfig:
             raise UserError(f"{name} is {getattr(config.data, name)}: give a finite number above 0.")
     _check_cluster(config.cluster)
     Drop(config.outer.drop, config.outer.drop_above)
-    norm_guard(config.outer)
+    make_guard(config.outer.norm_limit, config.outer.norm_policy)
     weight_options(config.outer)
     method.check(outer_knobs(config.outer))
     knobs = {**method.knobs(), **outer_knobs(config.outer)}

@@ -3,7 +3,8 @@
 There is no wall-clock time on it: a tape is a function of its config.
 
 Per arrival:  arrival, verdict, time_s (virtual), start_s, outer_step, worker, round, version, staleness, weight, shard, spans,
-              inner_steps, loss, last_loss, samples, units, and reason where there is one.
+              inner_steps, loss, last_loss, samples, units; code and reason where it was not simply applied (stale, norm, shapes,
+              not-finite, buffers-not-finite), and clipped, the smallest factor of a block, where the norm guard scaled it down.
 Per block:    blocks.case (one letter each: k|d|t|s for kept, damped, turned, skipped), .cosine, .confidence, .strength,
               .pseudo_gradient_norm, .momentum_norm, .movement, in the order of run.json's "blocks".
 """
@@ -39,8 +40,10 @@ def record(
         "samples": contribution.samples,
         "units": contribution.units,
     }
-    if arrival.reason:
-        line["reason"] = arrival.reason
+    if arrival.code:
+        line |= {"code": arrival.code, "reason": arrival.reason}
+    if arrival.clipped < 1:
+        line["clipped"] = arrival.clipped
     outcomes = arrival.outcomes
     if outcomes:
         line["blocks"] = {"case": "".join(LETTERS[o.case] for o in outcomes)}

@@ -1,6 +1,6 @@
 """A setting's value, from TOML or from the text of a flag, as its field's type."""
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from heloco.errors import UserError, nearest
 
@@ -19,6 +19,10 @@ def convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _as(hint: Any, value: Any) -> Any:
+    if get_origin(hint) is Union:  # a number, or one of some words
+        words = [word for option in get_args(hint) for word in get_args(option)]
+        [kind] = [option for option in get_args(hint) if get_origin(option) is not Literal]
+        return value if value in words else _as(kind, value)
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
             raise ValueError
@@ -48,6 +52,10 @@ def _same(kind: type, value: Any) -> Any:
 
 
 def _in_words(hint: Any) -> str:
+    if get_origin(hint) is Union:
+        return ", or ".join(_in_words(option) for option in get_args(hint))
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
     if get_origin(hint) is list:
         return "a list such as 1,6,6" if get_args(hint)[0] is float else "a list such as de,en,fr"
     return {int: "a whole number", float: "a number", bool: "true or false"}.get(hint, "text")

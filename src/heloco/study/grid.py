@@ -11,7 +11,7 @@ from heloco.errors import UserError, nearest
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import RECIPES
+from heloco.run.config import RECIPES, unused_settings
 from heloco.study.spec import Part, Study
 
 FORMAT = 1
@@ -133,7 +133,8 @@ def deciding_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that decide what a run does, by name."""
     sections = [values for section, values in asdict(config).items() if section != "cluster"]
     settings = {name: value for section in sections for name, value in section.items() if name not in APART}
-    return {name: value for name, value in settings.items() if value not in (None, "")}  # the others are not used
+    unused = unused_settings(config)
+    return {name: value for name, value in settings.items() if value not in (None, "") and name not in unused}
 
 
 def digest(config: RunConfig, task_digest: str) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
 from heloco.errors import UserError
 from heloco.task.base import Positions, Scores, ShardInfo, to_device
 from heloco.task.corpus.sharding import EpochOrder
@@ -37,6 +38,9 @@ class DatasetTask:
         for name, data in shards.items():
             if not len(data):
                 raise UserError(f"The shard {name!r} is empty: give it data or leave it out.")
+        for name, parameter in model.named_parameters():
+            if parameter.dtype not in TRAINABLE:
+                raise UserError(f"The parameter {name!r} is {parameter.dtype}: {CAN_BE_TRAINED} Make it a buffer, or convert it.")
         self.shards: Sequence[ShardInfo] = tuple(ShardInfo(name, len(data)) for name, data in shards.items())
         self.digest = digest or ",".join(f"{s.name}:{s.windows}" for s in self.shards)
         self._model = copy.deepcopy(model)

@@ -7,6 +7,7 @@ has exactly that size; nothing of it is parsed before. It is then read as views 
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from heloco.disk import write_all
+from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+LARGEST_SIZE = 1 << 62
+"""Elements that a shape may have, not counting its zeros: beyond it torch's own arithmetic overflows."""
 AT_ONCE = 1 << 24
 """Bytes of a tensor that are handed on at once."""
 
@@ -58,6 +62,8 @@ class Layout:
         try:
             made = cls(tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in entries))
             if any(n < 0 for _, _, shape in made.entries for n in shape) or len(made.names) != len(set(made.names)):
+                raise ValueError
+            if any(math.prod(n or 1 for n in shape) >= LARGEST_SIZE for _, _, shape in made.entries):
                 raise ValueError
             made.header  # noqa: B018 - refuses an unknown dtype
             return made
@@ -102,6 +108,13 @@ class Layout:
     def digest(self) -> str:
         """Two machines with the same one have models of the same blocks."""
         return hashlib.sha256(self.header).hexdigest()[:16]
+
+    def untrainable(self) -> str:
+        """In words, the first parameter whose dtype no outer rule can move; empty where there is none."""
+        for name, dtype, _ in self.entries:
+            if name.startswith("parameter.") and _BY_NAME[dtype] not in TRAINABLE:
+                return f"{name} is {_BY_NAME[dtype]}: {CAN_BE_TRAINED}"
+        return ""
 
     def difference(self, other: "Layout") -> str:
         """In words, where the other one first differs; empty where it does not."""

@@ -31,7 +31,7 @@ from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RoundKey
 from heloco.cluster.protocol.refusals import Refused
 from heloco.errors import RunStopped, UserError
-from heloco.finite import is_finite
+from heloco.finite import all_finite
 from heloco.wire.blocks import PSEUDO_GRADIENT, blocks_of
 
 ADDRESS = "HELOCO_ADDRESS"
@@ -341,7 +341,7 @@ class JoinedLoop:
         self._blocks.wait_for_device()
         contribution = self._blocks.contribution(self._start)
         name = f"Round {key.round} of worker {key.worker}"
-        if not is_finite(blocks_of(PSEUDO_GRADIENT, contribution)):  # a buffer may be a mask of −∞
+        if not all_finite(blocks_of(PSEUDO_GRADIENT, contribution)):  # a buffer may be a mask of −∞
             self._give_up_as_not_finite(name)
             return
         self._refused = 0

@@ -7,8 +7,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
 from heloco.errors import UserError
-from heloco.finite import is_finite
+from heloco.finite import all_finite
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
@@ -27,6 +28,9 @@ class ModelBlocks:
         self.parameters = {name: p for name, p in named.items() if whole or p.requires_grad}
         if not self.parameters:
             raise UserError("The model has no trainable parameters: set requires_grad before joining.")
+        for name, p in self.parameters.items():
+            if p.dtype not in TRAINABLE:
+                raise UserError(f"The parameter {name!r} is {p.dtype}: {CAN_BE_TRAINED} Freeze it, or convert it before joining.")
         self._frozen = {name: p for name, p in named.items() if name not in self.parameters}
         self._digest = _digest_of(self._frozen) if self._frozen else None
         self._buffers = dict(_buffers(model, whole))
@@ -67,7 +71,7 @@ class ModelBlocks:
 
     def check_finite(self) -> None:
         for name, parameter in self.parameters.items():
-            if not is_finite([parameter]):
+            if not all_finite([parameter]):
                 raise UserError(f"The parameter {name!r} holds NaN or Inf: a run cannot begin with this model.")
 
     def wait_for_device(self) -> None:

@@ -13,7 +13,7 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.rounds import Rounds
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import Upload, refuse_for_disk
-from heloco.finite import is_finite
+from heloco.finite import all_finite
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
 from heloco.wire.layout import mapped
@@ -71,7 +71,7 @@ class Contributions:
                     raise refuse_for_disk(error, upload.path) from error
                 except ValueError:  # its file was closed: the machine was evicted, say
                     raise Refused(Code.NOT_HELD, "The round was given up meanwhile: take a fresh one.") from None
-                if not is_finite(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)):
+                if not all_finite(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)):
                     self._refuse(ticket, key)
                 del tensors
                 return self._apply(ticket, key, report, upload)

@@ -260,7 +260,7 @@ class JournaledRun:
     def digest(self) -> str:
         """Of the outer parameters, to the bit."""
         digest = xxhash.xxh3_64()
-        for parameter in self.synchronizer.parameters:
+        for parameter in self.synchronizer.thetas:
             digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 

@@ -11,7 +11,7 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_disk
 from heloco.errors import RunStopped, UserError
-from heloco.finite import is_finite
+from heloco.finite import all_finite
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, mapped
 
@@ -70,6 +70,8 @@ class ModelIntake:
             raise Refused(
                 Code.LAYOUT, "A model's blocks are named parameter.0, …, buffer.0, …, and it has at least one parameter."
             )
+        if untrainable := layout.untrainable():
+            raise Refused(Code.LAYOUT, untrainable)
         limit = self.state.config.cluster.model_limit_gb * 1e9
         limit = limit or SHARE_OF_SPACE * shutil.disk_usage(self.state.folder).free
         if layout.size > limit:
@@ -92,7 +94,7 @@ class ModelIntake:
                 upload.restart()
                 raise Refused(Code.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
             tensors = mapped(upload.fileno(), upload.layout)
-            if not is_finite(blocks.blocks_of(blocks.PARAMETER, tensors)):  # a buffer may be a mask of −∞
+            if not all_finite(blocks.blocks_of(blocks.PARAMETER, tensors)):  # a buffer may be a mask of −∞
                 upload.restart()
                 raise Refused(Code.NOT_FINITE, "The model holds NaN or Inf.")
             try:

@@ -83,9 +83,7 @@ def old_run(
 ) -> Service:
     """Takes a run up again; `config` may have other cluster settings than it had."""
     check_served(config)
-    meta = folder.meta()
-    torch.set_num_threads(meta["threads"])
-    if task.digest != meta["task_digest"]:
+    if task.digest != folder.meta()["task_digest"]:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )

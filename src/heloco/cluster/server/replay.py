@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.open_run import BroughtTask, remembered_model
@@ -38,7 +36,6 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
     if not segments(folder.path / FOLDER):
         raise UserError(f"{folder.path} has no journal: it was a simulation. The same config gives the same run: `heloco train`.")
     config, meta = folder.config(), folder.meta()
-    torch.set_num_threads(meta["threads"])
     digest = meta["task_digest"] if task is None else task.digest
     if digest != meta["task_digest"]:
         raise UserError("The data or the tokenizer is not the one this run was started with: give the same, e.g. with --data.")

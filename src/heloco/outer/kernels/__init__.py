@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from . import native, portable
+from .switch import compiled_kernels_wanted
 
 Numbers = npt.NDArray[np.float64]
 on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go through gpu.py; Triton's interpreter has others
@@ -117,15 +119,24 @@ def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tu
         if device == parameter.get_device() == pseudo_gradient.get_device():
             gpu = _gpu(device)
             if gpu is not None and gpu.serves(parameter, momentum, pseudo_gradient):
-                return gpu, (device, parameter.dtype, pseudo_gradient.dtype)
+                return gpu, (device, pseudo_gradient.dtype)
     elif native.serves(parameter, momentum, pseudo_gradient):
-        return native, momentum.dtype
-    return portable, momentum.device
+        return native, (momentum.dtype, pseudo_gradient.dtype)
+    return portable, (momentum.device, portable.in_order(momentum, pseudo_gradient))
+
+
+def name_for(device: torch.device) -> str:
+    """Which kernels serve plain blocks on a device: compiled (native.c), triton, or portable (torch operations)."""
+    if device.type == "cuda":
+        return "portable" if _gpu(device.index or 0) is None else "triton"
+    return "compiled" if device.type == "cpu" and native.available else "portable"
 
 
 @lru_cache
 def _gpu(device: int) -> ModuleType | None:
-    """The kernels for the GPU of this number, or None without Triton, or where Triton cannot compile for it."""
+    """The kernels for the GPU of this number, or None: not wanted, without Triton, or where Triton cannot compile for it."""
+    if not compiled_kernels_wanted():
+        return None
     try:
         from . import gpu
     except ImportError:

@@ -34,11 +34,12 @@ PARTS = 1024  # chunks whose sums `decide` adds at once
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LAW = tl.constexpr(len(Law._fields))
 RULE = tl.constexpr(5)  # a, b, lr, μ, gain
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)  # of Δ·Δ: see `OuterOptimizer.step`
 
 
 def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> bool:
     """Whether a block on this GPU can go through these kernels."""
-    if momentum.dtype is not torch.float32 or parameter.dtype not in KINDS or pseudo_gradient.dtype not in KINDS:
+    if parameter.dtype is not torch.float32 or momentum.dtype is not torch.float32 or pseudo_gradient.dtype not in KINDS:
         return False
     for t in (parameter, momentum, pseudo_gradient):  # noqa: SIM110 (asked of every block in every step)
         if type(t) not in PLAIN or not t.is_contiguous():
@@ -62,13 +63,13 @@ def _read(address, offset, length, KIND: tl.constexpr, WHOLE: tl.constexpr, SIZE
 
 
 @triton.jit
-def _write(address, offset, length, x, KIND: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr):
+def _write(address, offset, length, x, WHOLE: tl.constexpr, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
-    start = address.to(tl.pointer_type(KIND)) + offset
+    start = address.to(tl.pointer_type(tl.float32)) + offset
     if WHOLE:
-        tl.store(tl.multiple_of(start, 16) + at, x.to(KIND), eviction_policy="evict_first")
+        tl.store(tl.multiple_of(start, 16) + at, x, eviction_policy="evict_first")
     else:
-        tl.store(start + at, x.to(KIND), mask=at < length, eviction_policy="evict_first")
+        tl.store(start + at, x, mask=at < length, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def _decide(table, blocks, firsts, parts, sums, rules, PARTS: tl.constexpr):
     tl.store(sums + 3 * block, uu)
     tl.store(sums + 3 * block + 1, mm)
     tl.store(sums + 3 * block + 2, um)
-    tl.store(rules, 0.0, mask=(uu < float("inf")) == 0)  # NaN is not below anything; whichever block writes, it writes the same
+    tl.store(rules, 0.0, mask=(uu <= LARGEST) == 0)  # NaN is not below anything; whichever block writes, it writes the same
 
     law = (table + 4 * blocks).to(tl.pointer_type(tl.float64)) + LAW * tl.load(table + 3 * blocks + block)
     a, b = _combine(uu, mm, um, law)
@@ -158,20 +159,20 @@ def _decide(table, blocks, firsts, parts, sums, rules, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _move(p, m, u, offset, length, rule, P: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr):
+def _move(p, m, u, offset, length, rule, U: tl.constexpr, WHOLE: tl.constexpr, SIZE: tl.constexpr):
     """Everything here is used for the last time: it need not stay in the cache, where u and m of other chunks may still lie."""
     a, b, lr = tl.load(rule).to(tl.float32), tl.load(rule + 1).to(tl.float32), tl.load(rule + 2).to(tl.float32)
     mu, gain = tl.load(rule + 3).to(tl.float32), tl.load(rule + 4).to(tl.float32)
-    x = _read(p, offset, length, P, WHOLE, SIZE, "evict_first")
+    x = _read(p, offset, length, tl.float32, WHOLE, SIZE, "evict_first")
     y = _read(m, offset, length, tl.float32, WHOLE, SIZE, "evict_first")
     g = a * _read(u, offset, length, U, WHOLE, SIZE, "evict_first") + b * y
     y = mu * y + gain * g
-    _write(m, offset, length, y, tl.float32, WHOLE, SIZE)
-    _write(p, offset, length, x - lr * (g + mu * y), P, WHOLE, SIZE)
+    _write(m, offset, length, y, WHOLE, SIZE)
+    _write(p, offset, length, x - lr * (g + mu * y), WHOLE, SIZE)
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _update(table, blocks, chunks, rules, P: tl.constexpr, U: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr):
+def _update(table, blocks, chunks, rules, U: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr):
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # what was read last comes first: it may lie in the cache
     finite = tl.load(rules)
     block = tl.load(chunks + 3 * chunk)
@@ -183,10 +184,10 @@ def _update(table, blocks, chunks, rules, P: tl.constexpr, U: tl.constexpr, CHUN
     rule = rules + 1 + RULE * block
     if finite != 0.0:
         if (length == CHUNK) & ((p | m | u) % 16 == 0):
-            _move(p, m, u, offset, length, rule, P, U, True, CHUNK)
+            _move(p, m, u, offset, length, rule, U, True, CHUNK)
         else:
             for start in range(0, length, TAIL):
-                _move(p, m, u, offset + start, length - start, rule, P, U, False, TAIL)
+                _move(p, m, u, offset + start, length - start, rule, U, False, TAIL)
 
 
 # ---- their launches
@@ -210,13 +211,13 @@ def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 class Passes:
-    """Both passes, or the whole step at once, over blocks on one GPU whose parameters, and pseudo-gradients, are of one dtype."""
+    """Both passes, or the whole step at once, over blocks on one GPU whose pseudo-gradients are of one dtype."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
         self._blocks = len(momenta)
         self._device = momenta[0].device
-        self._p, self._u = KINDS[parameters[0].dtype], KINDS[pseudo_gradients[0].dtype]
+        self._u = KINDS[pseudo_gradients[0].dtype]
         self._chunks, self._firsts = _cut(tuple(map(Tensor.numel, momenta)), self._device)
 
     def statistics(self) -> npt.NDArray[np.float64]:
@@ -263,7 +264,7 @@ class Passes:
     def _update(self, table: Tensor, rules: Tensor) -> None:
         with torch.cuda.device_of(table):
             _update[(len(self._chunks),)](
-                table, self._blocks, self._chunks, rules, self._p, self._u, CHUNK, TAIL, num_warps=WARPS, enable_fp_fusion=True
+                table, self._blocks, self._chunks, rules, self._u, CHUNK, TAIL, num_warps=WARPS, enable_fp_fusion=True
             )
 
 

@@ -1,6 +1,8 @@
 """The same two passes in torch operations, for every device, dtype and layout.
 
-On the CPU a block is worked on in pieces that fit the cache, so that no temporary grows with the block.
+On the CPU a block is worked on in pieces that fit the cache, so that no temporary grows with the block, and every operation is
+elementwise. So the results are those of the compiled kernels to the bit, whatever the number of threads: sums are added in the
+order that native.c describes, and a product is rounded before it is added (torch's `alpha=` may fuse the two).
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,38 +12,93 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-PIECE = 1 << 18
+from .native import PLAIN
+from .order import LANES, PIECE, ROWS, Pieces
 
 
-def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    if tensors[0].device.type == "cpu" and all(t.is_contiguous() for t in tensors):
+def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Flat pieces of tensors of one shape, to be read and written; of those that cannot be cut so, the tensors themselves."""
+    if all(t.is_cpu and t.is_contiguous() for t in tensors):
         yield from zip(*(torch.split(t.view(-1), PIECE) for t in tensors), strict=True)
     else:
         yield tensors
 
 
-def _statistics(pseudo_gradient: Tensor, momentum: Tensor) -> Tensor:
-    parts = []
-    for u, m in _pieces(pseudo_gradient, momentum):
-        u, m = u.to(m.dtype).reshape(-1), m.reshape(-1)
-        parts.append(torch.stack([torch.dot(u, u), torch.dot(m, m), torch.dot(u, m)]).double())
-    return torch.stack(parts).sum(0) if parts else torch.zeros(3, dtype=torch.float64, device=momentum.device)
+def in_order(*tensors: Tensor) -> bool:
+    """Whether sums over these tensors are added in the fixed order: plain ones on the CPU."""
+    return all(type(t) in PLAIN and t.is_cpu for t in tensors)
+
+
+class _Adder:
+    """Adds the products of one piece after the other, in memory that is used again for each. With numpy, because threads would
+    only wait for each other here."""
+
+    def __init__(self) -> None:
+        self._factors = torch.empty(2, PIECE, dtype=torch.float64)
+        self._products = np.empty((3, PIECE))
+
+    def sums(self, momentum: Tensor, pseudo_gradient: Tensor) -> list[list[float]]:
+        """u·u, m·m and u·m of each piece of a block."""
+        u, m = pseudo_gradient.reshape(-1), momentum.reshape(-1)
+        return [self._piece(*pair) for pair in zip(torch.split(u, PIECE), torch.split(m, PIECE), strict=True)]
+
+    def _piece(self, u: Tensor, m: Tensor) -> list[float]:
+        count, groups = u.numel(), max(1, -(-u.numel() // (ROWS * LANES)))
+        self._factors[0, :count].copy_(u.to(m.dtype))
+        self._factors[1, :count].copy_(m)
+        x, y = factors = self._factors.numpy()[:, : groups * ROWS * LANES]
+        factors[:, count:] = 0
+        products = self._products[:, : factors.shape[1]]
+        for out, left, right in zip(products, (x, y, x), (x, y, y), strict=True):
+            np.multiply(left, right, out=out)
+        rows = _halved(products, groups * LANES).reshape(3, groups, LANES)
+        while rows.shape[1] > 1:
+            if rows.shape[1] % 2:
+                rows = np.concatenate([rows, np.zeros((3, 1, LANES))], axis=1)
+            rows = rows[:, 0::2] + rows[:, 1::2]
+        return [float(total) for total in _halved(rows[:, 0], 1)[:, 0]]
+
+
+def _halved(x: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
+    """The second half of the last dimension added to the first, in place, again and again, down to this length."""
+    while x.shape[-1] > length:
+        half = x.shape[-1] // 2
+        x[..., :half] += x[..., half:]
+        x = x[..., :half]
+    return x
+
+
+def _sums_elsewhere(momentum: Tensor, pseudo_gradient: Tensor) -> Tensor:
+    """On other devices, and of tensors that torch spreads over processes: in whatever order torch adds there."""
+    u, m = pseudo_gradient.to(momentum.dtype).reshape(-1), momentum.reshape(-1)
+    return torch.stack([torch.dot(u, u), torch.dot(m, m), torch.dot(u, m)]).double()
 
 
 class Passes:
-    """Both passes over blocks of any kind."""
+    """Both passes over blocks of any kind on one device, all of them in order or none."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
         self._blocks = list(zip(parameters, momenta, pseudo_gradients, strict=True))
 
+    @np.errstate(all="ignore")  # what is not finite shows in the sums
     def statistics(self) -> npt.NDArray[np.float64]:
-        """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
-        return np.array(torch.stack([_statistics(u, m) for _, m, u in self._blocks]).tolist())
+        """u·u, m·m and u·m of each block, a row each."""
+        if not all(in_order(m, u) for _, m, u in self._blocks):  # with one transfer to the host for all blocks
+            return np.array(torch.stack([_sums_elsewhere(m, u) for _, m, u in self._blocks]).tolist())
+        whole = Pieces.of(tuple(m.numel() for _, m, _ in self._blocks))
+        adder = _Adder()
+        return whole.add(np.array([row for _, m, u in self._blocks for row in adder.sums(m, u)]))
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-        for block, (a, b, lr, mu, gain) in zip(self._blocks, np.asarray(rules).tolist(), strict=True):
-            for p, m, u in _pieces(*block):
-                g = torch.mul(u.to(m.dtype), a).add_(m, alpha=b)
-                m.mul_(mu).add_(g, alpha=gain)
-                p.add_(g.add_(m, alpha=mu), alpha=-lr)
+        for block, rule in zip(self._blocks, np.asarray(rules).tolist(), strict=True):
+            for p, m, u in pieces(*block):
+                _update_piece(p, m, u, *rule)
+
+
+def _update_piece(p: Tensor, m: Tensor, u: Tensor, a: float, b: float, lr: float, mu: float, gain: float) -> None:
+    g = torch.mul(u.to(m.dtype), a)
+    g.add_(torch.mul(m, b))
+    m.mul_(mu).add_(torch.mul(g, gain))
+    g.add_(torch.mul(m, mu)).mul_(lr)
+    p.sub_(g)

@@ -1,0 +1,40 @@
+"""Synchronous runs: contributions are added up until all workers have handed in."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heloco.buffers import mixed
+from heloco.outer.kernels.portable import pieces
+
+
+class Barrier:
+    """Σ ρΔ of the workers that wait, and the mean of their buffers."""
+
+    def __init__(self) -> None:
+        self.workers: list[int] = []
+        self.sums: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+
+    def add(
+        self,
+        parameters: Sequence[Tensor],
+        pseudo_gradient: Sequence[Tensor],
+        weights: Sequence[float],
+        buffers: Sequence[Tensor],
+    ) -> None:
+        """The tensors of the worker that came last: each block by its own weight, at least in float32."""
+        if not self.sums:
+            dtypes = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
+            self.sums = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+            self.buffers = [b.clone() for b in buffers]
+        else:
+            share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …: what is equal everywhere stays to the bit
+            self.buffers = [mixed(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
+        for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
+            for part, of_delta in pieces(total, delta.to(total.device)):
+                part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
+
+    def open(self) -> None:
+        self.workers, self.sums, self.buffers = [], [], []
