@@ -47,15 +47,16 @@ def story(folder, steps, *, breaks=(), **options):
 
 def again(service, hands, folder, clock, options):
     """A kill: what was in memory is gone, and the files' locks with it. Machines come back as what they were."""
-    resting = [service.state.roster.present[hand.id].rests_until_s for hand in hands]
+    before = [service.state.roster.present[hand.id] for hand in hands]
     now_s = service.state.now_s
     service.state.run.close()
     service = opened(folder, clock, **options)
     service.state.set_time(now_s)  # as if no time had passed in between: otherwise idle time before the kill would be missing
-    for hand, rests_until_s in zip(hands, resting, strict=True):
+    for hand, was in zip(hands, before, strict=True):
         hand.service = service
         hand.join()
-        service.state.roster.present[hand.id].rests_until_s = rests_until_s  # a restart forgives what is not in the journal
+        now = service.state.roster.present[hand.id]  # a restart forgives what is not in the journal
+        now.rests_until_s, now.asked_s = was.rests_until_s, was.asked_s
     return service
 
 

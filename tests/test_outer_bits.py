@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from heloco.engine.cluster.link import LocalLink
-from heloco.engine.cluster.replay import replay
-from heloco.engine.cluster.serving import external_run
-from heloco.run.tensors import Layout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run
+from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
 from heloco.methods import METHODS
 from heloco.outer import Nesterov, OuterOptimizer
 from heloco.outer.kernels import native, portable, switch
 from heloco.outer.kernels.order import LANES, PIECE, ROWS
 from heloco.run import RunFolder
-from small_cluster import REPORT, config
+from heloco.wire.layout import Layout
+from small_cluster import config, report
 
 ROUND = ROWS * LANES
 compiled = pytest.mark.skipif(not native.available, reason="the compiled kernels are not built, or switched off")
@@ -226,14 +226,13 @@ def recorded(folder: Path, method: str, dtype: torch.dtype) -> None:
     }
     service = external_run(config(arrivals=12, paces=[1.0, 1.0], participation=100, method=method), folder)
     link, layout = LocalLink(service), Layout.of(model)
-    machines = [link.join(f"m{i}", returning=None, pace_s=None, layout=layout)["machine"] for i in range(2)]
-    link.send_model(machines[0], layout, model, ["a", "b", "c"])
+    tickets = [link.join(f"m{i}", returning=None, layout=layout).ticket for i in range(2)]
+    link.send_model(tickets[0], layout, model, ["a", "b", "c"])
     for number in range(12):
-        taken = link.next_round(machines[number % 2], 0.0)
-        key = (taken["worker"], taken["round"], taken["version"])
+        taken = link.next_round(tickets[number % 2], 0.0)
         scale = 50.0 if number % 4 == 3 else 1e-3
         delta = {f"pseudo_gradient.{i}": numbers(p.numel(), dtype, 10 * number + i) * scale for i, p in enumerate(model.values())}
-        link.hand_in(machines[number % 2], key, service.recorded.layout, delta, REPORT)
+        link.hand_in(tickets[number % 2], taken.key, service.state.run.contribution_layout, delta, report())
     service.close()
 
 

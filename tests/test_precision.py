@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from heloco.engine.cluster.blocks import Blocks
-from heloco.engine.cluster.files import Denied
-from heloco.engine.cluster.gateway.checks import Fields
-from heloco.engine.cluster.link import LocalLink
-from heloco.engine.cluster.replay import replay
-from heloco.engine.cluster.service import Service
-from heloco.engine.cluster.serving import external_run
-from heloco.run.tensors import Layout
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conftest import tape
+from heloco.cluster.client.model_blocks import ModelBlocks
+from heloco.cluster.gateway.api import checked_layout
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.local_link import LocalLink
+from heloco.cluster.server.open_run import external_run
+from heloco.cluster.server.replay import replay
+from heloco.cluster.server.service import Service
 from heloco.engine.local import LocalRun, StopRequested, describe
 from heloco.errors import UserError
 from heloco.finite import all_finite
@@ -28,7 +27,8 @@ from heloco.outer import OuterOptimizer
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
 from heloco.run.export import export_model
 from heloco.task.datasets import DatasetTask
-from small_cluster import REPORT, config
+from heloco.wire.layout import Layout
+from small_cluster import config, join_request, report
 from test_norm_guard import arrive
 from test_synchronizer import SHAPES, build
 
@@ -166,21 +166,20 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
     draw = torch.Generator().manual_seed(0)
     model = {"parameter.0": torch.randn(40, 5, generator=draw).to(dtype), "parameter.1": torch.ones(7, dtype=dtype)}
     layout = Layout.of(model)
-    machines = [link.join(f"m{i}", returning=None, pace_s=None, layout=layout)["machine"] for i in range(2)]
-    if service.recorded is None:
-        link.send_model(machines[0], layout, model, ["weight", "bias"])
+    tickets = [link.join(f"m{i}", returning=None, layout=layout).ticket for i in range(2)]
+    if service.state.run is None:
+        link.send_model(tickets[0], layout, model, ["weight", "bias"])
     for number in arrivals:
-        machine = machines[number % 2]
-        taken = link.next_round(machine, 0.0)
-        key = (taken["worker"], taken["round"], taken["version"])
-        start = link.fetch(machine, key, service.starts.layout)
+        ticket = tickets[number % 2]
+        taken = link.next_round(ticket, 0.0)
+        start = link.fetch(ticket, taken.key, service.state.starts.layout, taken.start_digest)
         assert {t.dtype for t in start.values()} == {dtype}
         draw.manual_seed(number)
         delta = {
             f"pseudo_gradient.{i}": (2e-3 * torch.rand(p.shape, generator=draw)).to(dtype) for i, p in enumerate(model.values())
         }
-        link.hand_in(machine, key, service.recorded.layout, delta, REPORT)
-        service.save_if_due()
+        link.hand_in(ticket, taken.key, service.state.run.contribution_layout, delta, report())
+        service.housekeeping.save_if_due()
     return service
 
 
@@ -188,9 +187,9 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
 @pytest.mark.parametrize("method", ["heloco-ramp", "sync-nesterov", "delayed-nesterov"])
 def test_a_real_run_in_half_precision_moves_and_is_replayed_and_taken_up_to_the_bit(method, dtype, tmp_path):
     whole = real_run(tmp_path / "whole", dtype, range(20), method=method)
-    assert whole.ended == "finished"
-    final = whole.starts.write_final(whole.recorded.synchronizer)
-    thetas = [theta.clone() for theta in whole.recorded.synchronizer.thetas]
+    assert whole.state.ended.kind == "finished"
+    final = whole.state.starts.write_final(whole.state.run.final_model())
+    thetas = [theta.clone() for theta in whole.state.run.synchronizer.thetas]
     whole.close()
     assert 1 - float(thetas[1].mean()) > 0.005
     assert torch.equal(load_file(final)["parameter.1"], thetas[1].to(dtype))
@@ -199,7 +198,7 @@ def test_a_real_run_in_half_precision_moves_and_is_replayed_and_taken_up_to_the_
 
     real_run(tmp_path / "broken", dtype, range(9), method=method).close()
     taken_up = real_run(tmp_path / "broken", dtype, range(9, 20), method=method)
-    for ours, theirs in zip(taken_up.recorded.synchronizer.thetas, thetas, strict=True):
+    for ours, theirs in zip(taken_up.state.run.synchronizer.thetas, thetas, strict=True):
         assert ours.dtype is torch.float32 and torch.equal(ours, theirs)
     taken_up.close()
     assert [line["digest"] for line in tape(tmp_path / "broken")] == [line["digest"] for line in tape(tmp_path / "whole")]
@@ -246,22 +245,19 @@ def test_a_task_refuses_them_by_name(dtype):
 @untrainable
 def test_a_model_with_them_cannot_join_but_they_may_be_frozen(dtype):
     with pytest.raises(UserError, match=f"The parameter 'odd' is {dtype}: {SENTENCE}"):
-        Blocks(with_a_block_of(dtype), whole=True)
-    assert list(Blocks(with_a_block_of(dtype), whole=False).parameters) == ["weight"]
+        ModelBlocks(with_a_block_of(dtype), whole=True)
+    assert list(ModelBlocks(with_a_block_of(dtype), whole=False).parameters) == ["weight"]
 
 
 @pytest.mark.parametrize("dtype", ["I64", "I8", "BOOL"])
 def test_a_run_takes_no_model_with_them(dtype, tmp_path):
-    entries = [["parameter.0", "F32", [3]], ["parameter.1", dtype, [2]], ["buffer.0", dtype, [2]]]
-    with pytest.raises(Denied, match=r"^parameter\.1 is torch\..*" + SENTENCE) as refusal:
-        Fields.of_json(json.dumps({"layout": entries}).encode()).layout("layout")
-    assert refusal.value.name == "layout"
+    entries = (("parameter.0", "F32", (3,)), ("parameter.1", dtype, (2,)), ("buffer.0", dtype, (2,)))
     service = external_run(config(), tmp_path / "run")
-    layout = Layout.from_json(entries)
-    machine = service.join("m", layout=layout)["machine"]
-    with pytest.raises(Denied, match=r"^parameter\.1 is torch\.") as refusal:
-        service.incoming_model(machine, layout)
-    assert refusal.value.name == "layout"
+    layout = checked_layout(entries)
+    ticket = service.members.join(join_request("m", layout=entries)).ticket
+    with pytest.raises(Refused, match=r"^parameter\.1 is torch\..*" + SENTENCE) as refused:
+        service.models.upload(ticket, layout)
+    assert refused.value.code is Code.LAYOUT
     service.close()
 
 
@@ -269,9 +265,9 @@ def test_a_run_takes_no_model_with_them(dtype, tmp_path):
 def test_a_shape_whose_size_overflows_is_malformed(shape):
     with pytest.raises(ValueError, match="no list of names"):
         Layout.from_json([["parameter.0", "F32", shape]])
-    with pytest.raises(Denied) as refusal:
-        Fields.of_json(json.dumps({"layout": [["parameter.0", "F32", shape]]}).encode()).layout("layout")
-    assert refusal.value.name == "malformed"
+    with pytest.raises(Refused) as refused:
+        checked_layout((("parameter.0", "F32", tuple(shape)),))
+    assert refused.value.code is Code.MALFORMED
 
 
 # ---- finite means finite

@@ -29,7 +29,7 @@ FLOORS = [
     {"cli"},
 ]
 """From the top: a room may import from the floors above its own, and within itself."""
-FOR_ALL = {"errors", "seeds", "disk", "finite", "places"}
+FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places"}
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -113,7 +113,19 @@ def test_the_three_lines_load_no_server_no_journal_no_config_and_no_model_of_our
 def test_no_two_modules_share_a_name():
     stems = [path.stem for path in MODULES if path.stem not in ("__init__", "__main__")]
     twice = {stem for stem in stems if stems.count(stem) > 1}
-    assert twice <= {"portable", "workers", "terminal", "page", "tables", "curves", "blocks", "report", "study", "join"}
+    assert twice <= {
+        "portable",
+        "reading",
+        "workers",
+        "terminal",
+        "page",
+        "tables",
+        "curves",
+        "blocks",
+        "report",
+        "study",
+        "join",
+    }
 
 
 def test_the_packages_face_imports_nothing_when_it_is_loaded():

@@ -228,7 +228,7 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_command_goes_on(number, w
 def test_killed_it_leaves_whole_runs_and_goes_on(whole, tmp_path, nursery):
     path, out = write_study(tmp_path), tmp_path / "results"
     command = ("study", path, "--scale", "small", "--out", out, "--seeds", "2")
-    done = nursery.run(*command, fault=Fault("heloco.run.disk:os.fsync", 5, signal=signal.SIGKILL))
+    done = nursery.run(*command, fault=Fault("heloco.disk:os.fsync", 5, signal=signal.SIGKILL))
     assert done.code == -signal.SIGKILL
     assert len([name for name in runs(out) if not name.startswith(".")]) == 2
     assert study(path, out, "--seeds", "2").code == 0

@@ -6,7 +6,7 @@ from heloco.cluster.protocol.messages import MachineStatus, Status
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.roster import Machine
-from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records import journal
 
@@ -15,7 +15,7 @@ READ_AT_ONCE = 1 << 20
 
 
 class Administration:
-    def __init__(self, state: ServiceState, rounds: Rounds) -> None:
+    def __init__(self, state: ServiceState, rounds: RoundDispatcher) -> None:
         self.state, self.rounds = state, rounds
 
     def status(self) -> Status:

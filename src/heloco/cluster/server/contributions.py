@@ -10,7 +10,7 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import ROOM_FOR_LINES
 from heloco.cluster.server.roster import Machine
-from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import Upload, refuse_for_disk
 from heloco.finite import all_finite
@@ -20,7 +20,7 @@ from heloco.wire.layout import mapped
 
 
 class Contributions:
-    def __init__(self, state: ServiceState, rounds: Rounds, members: Membership) -> None:
+    def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership) -> None:
         self.state, self.rounds, self.members = state, rounds, members
 
     def progress(self, ticket: Ticket, key: RoundKey) -> UploadState:

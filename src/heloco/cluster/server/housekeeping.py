@@ -8,7 +8,7 @@ from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import Pauses
-from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.errors import RunStopped, UserError
 
@@ -19,7 +19,7 @@ log = logging.getLogger("heloco.server")
 
 
 class Housekeeping:
-    def __init__(self, state: ServiceState, rounds: Rounds, members: Membership, pauses: Pauses) -> None:
+    def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership, pauses: Pauses) -> None:
         self.state, self.rounds, self.members, self.pauses = state, rounds, members, pauses
         self._ticked_s = 0.0
 

@@ -8,7 +8,7 @@ from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.machine_book import hash_secret
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.roster import Machine
-from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records.events import AbandonKind, Join, Part, PartKind
 from heloco.wire.layout import Layout
@@ -19,7 +19,7 @@ _ROUND_OF: dict[PartKind, AbandonKind] = {"lost": "lost", "evicted": "evicted", 
 
 
 class Membership:
-    def __init__(self, state: ServiceState, rounds: Rounds, pauses: Pauses) -> None:
+    def __init__(self, state: ServiceState, rounds: RoundDispatcher, pauses: Pauses) -> None:
         self.state, self.rounds, self.pauses = state, rounds, pauses
 
     def join(self, request: JoinRequest, ticket: Ticket | None = None, token: str = "") -> Joined:

@@ -21,7 +21,7 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.model_intake import Founder, ModelIntake
 from heloco.cluster.server.pauses import Pauses
-from heloco.cluster.server.rounds import Rounds
+from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore
 from heloco.run.config import RunConfig, to_toml
@@ -45,7 +45,7 @@ class Service:
         self.notices: list[str] = []
         """What whoever serves the run should know."""
         self.state = state = ServiceState(config, folder, clock)
-        self.rounds = Rounds(state)
+        self.rounds = RoundDispatcher(state)
         self.pauses = Pauses(state)
         self.members = Membership(state, self.rounds, self.pauses)
         self.contributions = Contributions(state, self.rounds, self.members)

@@ -12,7 +12,7 @@ from heloco.policy.deadlines import RoundDeadline, reference_pace
 from heloco.records.events import AbandonKind
 
 
-class Rounds:
+class RoundDispatcher:
     def __init__(self, state: ServiceState) -> None:
         self.state = state
         cluster = state.config.cluster
