@@ -10,7 +10,7 @@ train: setup
 	$(BIN)/heloco train
 
 # the outer steps and what is recorded of them must not depend on a C compiler
-PORTABLE := tests/test_outer_kernels.py tests/test_outer_rules.py tests/test_synchronizer.py tests/test_recorded.py \
+PORTABLE := tests/test_outer_kernels.py tests/test_outer_rules.py tests/test_synchronizer.py tests/test_journaled_run.py \
 	tests/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
 
 test: lint
@@ -21,7 +21,7 @@ test-long: setup-dev
 	$(BIN)/pytest -m long
 
 soak: setup-dev
-	$(BIN)/python tests/fault_run.py --per-hour 125 --minutes 60 --step-seconds 0.25
+	cd tests && ../$(BIN)/python -m faults.run --per-hour 125 --minutes 60 --step-seconds 0.25
 
 lint: setup-dev
 	$(BIN)/ruff check

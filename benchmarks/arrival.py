@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 import transport
-from heloco.engine.cluster.memory import memory_of
+from heloco.cluster.protocol.messages import ContributionReport
+from heloco.cluster.server.resident_memory import memory_of
+from heloco.disk import write_all
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.disk import write_all
-from heloco.wire.layout import Layout, pieces
 from heloco.task.gpt import TinyGPT, preset
+from heloco.wire.layout import Layout, pieces
 
 MODELS = {"1m": "1m", "15m": "paper", "124m": "124m", "1b": "124m"}
 
@@ -102,10 +103,10 @@ NO_FLOOR = dict.fromkeys(("copies_s", "outer_step_s", "write_and_fsync_s", "sum_
 
 
 def serve(folder: str, workers: int, told: Any) -> None:
-    from heloco.engine.cluster.host import Door, Host, recipe_of
+    from heloco.cluster.server.process import ListenConfig, RunHost, spec_of
 
-    host = Host(recipe_of(config(workers), Path(folder), door=Door("127.0.0.1", 0)))
-    told.send((host.address, host.token, os.getpid()))
+    host = RunHost.open(spec_of(config(workers), Path(folder), listen=ListenConfig("127.0.0.1", 0)))
+    told.send((host.address, host.token("worker"), os.getpid()))
     told.recv()
     host.close()
 
@@ -115,7 +116,7 @@ Measure = Callable[[Callable[[], Any], int], dict[str, Any]]
 
 
 def over_https(folder: Path, measure: Measure, workers: int = 2) -> dict[str, Any]:
-    from heloco.engine.cluster.gateway.client import HttpsLink
+    from heloco.cluster.gateway.https_link import HttpsLink
 
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -130,14 +131,13 @@ def over_https(folder: Path, measure: Measure, workers: int = 2) -> dict[str, An
 
 
 def over_ray(folder: Path, measure: Measure, workers: int = 2) -> dict[str, Any]:
-    from heloco.engine.cluster.host import Door, recipe_of
-    from heloco.engine.cluster.on_ray import RayEngine, RayLink
+    from heloco.cluster.ray.ray_link import RayLink
+    from heloco.cluster.ray.supervisor import RaySupervisor
+    from heloco.cluster.server.process import ListenConfig, spec_of
 
-    engine = RayEngine(recipe_of(config(workers), folder / "run", door=Door("127.0.0.1", 0)), workers=0)
-    try:
-        return measure(lambda: RayLink(name=engine.name), engine.pid)
-    finally:
-        engine.close()
+    spec = spec_of(config(workers), folder / "run", listen=ListenConfig("127.0.0.1", 0))
+    with RaySupervisor(spec, workers=0) as supervisor:
+        return measure(lambda: RayLink(name=supervisor.name), supervisor.pid)
 
 
 LINKS = {"https": over_https, "ray": over_ray}
@@ -172,35 +172,33 @@ class Memory(threading.Thread):
 
 def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> dict[str, Any]:
     layout = Layout.of(blocks)
-    answer = link.join("bench", returning=None, pace_s=1.0, layout=layout)
-    machine = answer["machine"]
-    link.send_model(machine, layout, blocks, [f"block {i}" for i in range(len(blocks))])
-    answer = link.join("bench", returning=machine, pace_s=1.0, layout=layout)
-    contribution = Layout.from_json(answer["contribution"])
+    ticket = link.join("bench", returning=None, layout=layout).ticket
+    link.send_model(ticket, layout, blocks, [f"block {i}" for i in range(len(blocks))])
+    joined = link.join("bench", returning=ticket, layout=layout)
+    ticket = joined.ticket
+    contribution = Layout.from_json(joined.contribution_layout)
     small = len(blocks) < 200
     delta = {
         name.replace("parameter", "pseudo_gradient"): torch.randn_like(t) * 1e-3 if small else torch.zeros_like(t)
         for name, t in blocks.items()
     }
-    handed = link.next_round(machine, 5.0)
+    taken = link.next_round(ticket, 5.0)
     memory = Memory(pid)
     times: dict[str, list[float]] = {"hand_in_s": [], "next_round_s": [], "fetch_s": [], "arrival_s": []}
     for _ in range(arrivals):
-        link.beat(machine, 0, 1.0)
-        key = (handed["worker"], handed["round"], handed["version"])
-        report = {"loss": 1.0, "last_loss": 1.0, "samples": 1, "units": 1}
+        link.beat(ticket, 0)
         marks = [time.perf_counter()]
-        link.hand_in(machine, key, contribution, delta, report)
+        link.hand_in(ticket, taken.key, contribution, delta, ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1))
         marks.append(time.perf_counter())
-        handed = link.next_round(machine, 5.0)
+        taken = link.next_round(ticket, 5.0)
         marks.append(time.perf_counter())
-        link.fetch(machine, (handed["worker"], handed["round"], handed["version"]), layout)
+        link.fetch(ticket, taken.key, layout, taken.start_digest)
         marks.append(time.perf_counter())
         for name, a, b in zip(times, marks, marks[1:], strict=False):
             times[name].append(b - a)
         times["arrival_s"].append(marks[-1] - marks[0])
     peaks = memory.end()
-    link.leave(machine, "over")
+    link.leave(ticket, "over")
     link.close()
     size = sum(len(piece) for piece in pieces(layout, blocks))
     return {

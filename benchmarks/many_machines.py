@@ -17,23 +17,23 @@ from typing import Any
 import torch
 
 from arrival import over_https, over_ray
+from heloco.cluster.client.run_client import RunClient
+from heloco.cluster.protocol.messages import ContributionReport
 from heloco.wire.layout import Layout
 
 BLOCKS = {f"parameter.{i}": torch.zeros(shape) for i, shape in enumerate([(256, 64), (64, 64), (64,)])}
 DELTA = {f"pseudo_gradient.{i}": torch.full_like(t, 1e-3) for i, t in enumerate(BLOCKS.values())}
-REPORT = {"loss": 1.0, "last_loss": 1.0, "samples": 1, "units": 1}
+REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 
 def machine(link: Any, name: str, over: threading.Event, done: list[int]) -> None:
-    from heloco.engine.cluster.member import Member
-
-    member = Member(link, name, layout=Layout.of(BLOCKS), pace_s=0.01, tell=lambda _: None)
-    if member.join()["needs_model"]:
-        member.send_model(Layout.of(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
-    while (taken := member.take(over.is_set)) is not None:
-        member.hand_in(taken.key, DELTA, REPORT)
+    client = RunClient(link, name, layout=Layout.of(BLOCKS), tell=lambda _: None)
+    if client.join().needs_model:
+        client.send_model(Layout.of(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
+    while (taken := client.take(over.is_set)) is not None:
+        client.hand_in(taken.key, DELTA, REPORT)
         done.append(1)
-    member.leave()
+    client.leave()
 
 
 def measured(new_link: Any, pid: int, machines: int, seconds: float) -> dict[str, Any]:

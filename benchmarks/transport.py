@@ -43,7 +43,7 @@ def _answer(certificate: str, key: str, size: int, told: Any) -> None:
 
 def over_tls(size: int, repeats: int) -> Times:
     """Medians of the seconds up and down through one TLS connection on loopback, with a thread on each side."""
-    from heloco.engine.cluster.gateway.credentials import self_signed
+    from heloco.cluster.gateway.credentials import self_signed
 
     now = datetime.now(UTC)
     with tempfile.TemporaryDirectory() as made:

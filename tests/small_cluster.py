@@ -50,8 +50,8 @@ def delta(seed: int, size: float = 0.1) -> dict[str, Tensor]:
     }
 
 
-def report(digest: str = NO_DIGEST, **values: Any) -> ContributionReport:
-    return ContributionReport(**{"digest": digest, "loss": 1.5, "last_loss": 1.25, "samples": 8, "units": 80, **values})
+def report(**values: Any) -> ContributionReport:
+    return ContributionReport(**{"loss": 1.5, "last_loss": 1.25, "samples": 8, "units": 80, **values})
 
 
 @dataclass

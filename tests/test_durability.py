@@ -20,7 +20,7 @@ from heloco.disk import NotDurable
 from heloco.errors import UserError
 from heloco.records.journal import FOLDER, contribution_numbers, segments
 from heloco.run import RunFolder
-from small_cluster import Clock, Hand, delta, opened, report
+from small_cluster import NO_DIGEST, Clock, Hand, delta, opened, report
 
 # ---- an fsync that fails
 
@@ -87,7 +87,7 @@ def work_until_it_stops(folder: Path, arrivals: int = 6, **options) -> tuple[lis
 
 
 def commit_again(hand):
-    return hand.service.contributions.commit(hand.ticket, hand.key, report("0" * 32))
+    return hand.service.contributions.commit(hand.ticket, hand.key, NO_DIGEST, report())
 
 
 def check_account(folder: Path, acks: list, **options) -> None:

@@ -57,7 +57,7 @@ SETTINGS: dict[str, Any] = {
     "beat_s": 0.2, "device": "cpu",
 }  # fmt: skip
 NUMBERS = {"loss": 1.0, "last_loss": 1.0, "samples": 6, "units": 96}
-REPORT = ContributionReport(digest="0" * 32, **NUMBERS)
+REPORT = ContributionReport(**NUMBERS)
 
 
 NOBODY = Ticket(machine="m#1", secret="x")

@@ -23,7 +23,7 @@ ACTS = {
     "give its round back": lambda s, t, _: s.rounds.abandon(t, "mine"),
     "look at its upload": lambda s, t, k: s.contributions.progress(t, k),
     "upload for it": lambda s, t, k: s.contributions.upload(t, k),
-    "hand in for it": lambda s, t, k: s.contributions.commit(t, k, ContributionReport(digest=NO_DIGEST)),
+    "hand in for it": lambda s, t, k: s.contributions.commit(t, k, NO_DIGEST, ContributionReport()),
     "beat for it": lambda s, t, _: s.members.beat(t, 1),
     "leave for it": lambda s, t, _: s.members.leave(t, "mine"),
 }

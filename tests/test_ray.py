@@ -194,7 +194,7 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
         upload = there.service.contributions.upload(ticket, key)
         upload.write(upload.begin(0), whole[:200_000])
         boxed = [ray.put(np.frombuffer(whole[at : at + 65_536], np.uint8)) for at in range(0, len(whole), 65_536)]
-        said = there.hand_in(ticket, key, boxed, small_cluster.report(digest_of(contribution, delta)))
+        said = there.hand_in(ticket, key, boxed, digest_of(contribution, delta), small_cluster.report())
         assert said[0] == "ok" and said[1].arrival == 1, said
         [written] = (tmp_path / "run" / "journal").glob("*.safetensors")
         assert written.read_bytes() == whole

@@ -47,7 +47,7 @@ def test_a_contribution_that_is_handed_in_again_gets_the_same_answer_and_counts_
     key, first = hand.key, hand.hand_in(delta(1))
     after = state(service)
     assert hand.hand_in(delta(1), key) == first
-    assert service.contributions.commit(hand.ticket, key, report("f" * 32)) == first
+    assert service.contributions.commit(hand.ticket, key, "f" * 32, report()) == first
     assert service.contributions.progress(hand.ticket, key) == UploadState(ack=first)
     assert state(service) == after
 
@@ -119,7 +119,7 @@ def test_what_is_not_this_machines_round_is_refused(tmp_path, clock):
 def sent(service, hand, content):
     upload = service.contributions.upload(hand.ticket, hand.key)
     upload.write(upload.begin(upload.size), content)
-    return service.contributions.commit(hand.ticket, hand.key, report(upload.digest()))
+    return service.contributions.commit(hand.ticket, hand.key, upload.digest(), report())
 
 
 def content_of(service, tensors):
@@ -139,7 +139,7 @@ def test_wrong_bodies_are_refused_and_the_right_one_still_counts(tmp_path, clock
     upload = service.contributions.upload(hand.ticket, hand.key)
     refuses(Code.OFFSET, upload.begin, 3)
     upload.write(upload.begin(len(right) - 1), right[-1:])
-    refuses(Code.CORRUPTED, service.contributions.commit, hand.ticket, hand.key, report(NO_DIGEST))
+    refuses(Code.CORRUPTED, service.contributions.commit, hand.ticket, hand.key, NO_DIGEST, report())
     assert upload.size == 0  # it is to be sent again
     assert state(service) == before
     assert sent(service, hand, right).verdict == "applied"
@@ -205,7 +205,7 @@ def test_transfers_go_on_where_they_were_cut_and_an_old_connection_may_write_no_
     refuses(Code.OFFSET, upload.write, old, content[50:])
     upload.write(new, content[80:])
     digest = digest_of(service.state.run.contribution_layout, delta(1))
-    assert service.contributions.commit(hand.ticket, hand.key, report(digest)).verdict == "applied"
+    assert service.contributions.commit(hand.ticket, hand.key, digest, report()).verdict == "applied"
 
 
 # ---- elastic

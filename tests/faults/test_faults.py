@@ -108,15 +108,15 @@ def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wa
         turn = upload.begin(0)
         for piece in pieces(upload.layout, delta(seed)):
             upload.write(turn, piece)
-        about = report(digest_of(upload.layout, delta(seed)))
+        digest = digest_of(upload.layout, delta(seed))
         fill_disk(small_disk / "ballast")
         try:
-            service.contributions.commit(hand.ticket, hand.key, about)
+            service.contributions.commit(hand.ticket, hand.key, digest, report())
         except Refused as refused:
             assert refused.code is Code.DISK, refused
             denied += 1
         (small_disk / "ballast").unlink()
-        service.contributions.commit(hand.ticket, hand.key, about)
+        service.contributions.commit(hand.ticket, hand.key, digest, report())
     assert denied and not service.state.has_failed and service.state.run.synchronizer.arrivals == 40
     service.close()
 

@@ -26,7 +26,9 @@ def add_address_flags(made: Parser, right: str) -> None:
 
 def add_token_flags(made: Parser, right: str) -> None:
     made.add_argument(
-        "--token", metavar="TEXT", help=f"a token of the run for a {right}; it shows in the list of processes [HELOCO_TOKEN]"
+        "--token",
+        metavar="TEXT",
+        help=f"a token of the run with the right {right!r}; other users can see it in the list of processes [HELOCO_TOKEN]",
     )
     made.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
 
@@ -66,7 +68,10 @@ def local_run(folder: Path, right: "Right") -> tuple[str, str]:
     tokens = TokenBook(folder / CREDENTIALS)
     fingerprint = fingerprint_in(Path(listen.cert) if listen.cert else folder / CREDENTIALS / CERTIFICATE)
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(listen.host, listen.host)
-    return f"https://{host}:{listen.port}", tokens.text(tokens.first(right), fingerprint)
+    valid = tokens.valid(right)
+    if not valid:
+        raise UserError(f"All {right} tokens of {folder} were revoked: make one with `heloco tokens {folder} --new {right}`.")
+    return f"https://{host}:{listen.port}", tokens.text(valid[0], fingerprint)
 
 
 def answered(ask: Callable[[], T]) -> T:

@@ -40,7 +40,6 @@ REFUSALS = 3
 CONNECT_TIMEOUT_S = 60.0
 """Before the first success; the address may be wrong."""
 NO_ROUND = RoundKey(0, 0, 0)
-NO_DIGEST = "0" * 32
 """The link fills it in."""
 
 
@@ -376,7 +375,7 @@ class JoinedLoop:
         losses = [float(loss) for loss in self._losses]
         mean = sum(losses) / len(losses) if losses else None
         last = losses[-1] if losses else None
-        return ContributionReport(digest=NO_DIGEST, loss=mean, last_loss=last, samples=self._samples, units=self._samples)
+        return ContributionReport(loss=mean, last_loss=last, samples=self._samples, units=self._samples)
 
     # ---- words
 

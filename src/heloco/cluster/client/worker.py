@@ -20,7 +20,6 @@ from heloco.synchronizer import Contribution, Round
 from heloco.task import Task
 from heloco.wire import blocks
 
-NO_DIGEST = "0" * 32
 """The link fills it in."""
 
 
@@ -145,6 +144,6 @@ class Worker:
 
 def _report(contribution: Contribution) -> ContributionReport:
     return ContributionReport(
-        digest=NO_DIGEST, loss=contribution.loss, last_loss=contribution.last_loss, samples=contribution.samples,
+        loss=contribution.loss, last_loss=contribution.last_loss, samples=contribution.samples,
         units=contribution.units,
     )  # fmt: skip

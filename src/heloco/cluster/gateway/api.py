@@ -289,7 +289,7 @@ class Api:
         ticket, asked = self._ticket(request), await self._body(request, m.ContributionCommit)
         key = RoundKey(asked.worker, asked.round, asked.version)
         name = ("commit", ticket.machine, key)
-        return await self._long(name, ticket.machine, self.service.contributions.commit, ticket, key, asked)
+        return await self._long(name, ticket.machine, self.service.contributions.commit, ticket, key, asked.digest, asked)
 
     # ---- a model from outside
 

@@ -194,8 +194,6 @@ class UploadState(Message, frozen=True, kw_only=True):
 class ContributionReport(Message, frozen=True, kw_only=True):
     """What a machine says about its contribution."""
 
-    digest: Digest
-    """xxh3-128 of the file."""
     loss: float | None = None
     last_loss: float | None = None
     samples: Whole = 0
@@ -203,6 +201,8 @@ class ContributionReport(Message, frozen=True, kw_only=True):
 
 
 class ContributionCommit(ContributionReport, frozen=True, kw_only=True):
+    digest: Digest
+    """xxh3-128 of the file."""
     worker: Whole
     round: Whole
     version: Whole

@@ -45,6 +45,8 @@ class Code(StrEnum):
     FAILED = "failed"
     NO_SUCH = "no-such"
     """There is no machine or token of that name."""
+    LAST_ADMIN = "last-admin"
+    """A run without a valid admin token could not be managed any more."""
 
 
 RETRIED_LATER = frozenset({Code.BUSY, Code.DISK, Code.RATE, Code.AWAY})

@@ -172,7 +172,7 @@ class SynchronizerActor:
         if self._host is not None:
             self._host.service.state.moved(machine)
 
-    def hand_in(self, ticket: Ticket, key: RoundKey, boxed: list[Any], report: ContributionReport) -> Reply:
+    def hand_in(self, ticket: Ticket, key: RoundKey, boxed: list[Any], digest: str, report: ContributionReport) -> Reply:
         """The tensors are pulled here when it is their turn, and not before."""
 
         def taken() -> Any:
@@ -184,7 +184,7 @@ class SynchronizerActor:
             upload = contributions.upload(ticket, key)
             self._pull(ticket.machine, boxed, upload, progress.size)
             with self._one_model:
-                return contributions.commit(ticket, key, report)
+                return contributions.commit(ticket, key, digest, report)
 
         return answered(taken)
 

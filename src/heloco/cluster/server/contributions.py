@@ -45,7 +45,7 @@ class Contributions:
             assert self.state.run is not None
             return self.state.uploads.open(key, self.state.run.contribution_layout)
 
-    def commit(self, ticket: Ticket, key: RoundKey, report: ContributionReport) -> Acknowledgement:
+    def commit(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport) -> Acknowledgement:
         """The contribution has arrived whole: it is checked, written down, applied and answered. Asked again: the same answer."""
         state = self.state
         with state.lock:
@@ -57,14 +57,14 @@ class Contributions:
             if upload is None or not upload.is_complete:
                 size = upload.size if upload else 0
                 raise Refused(Code.INCOMPLETE, f"{size} bytes are here: send the rest.", size=size)
-            return self._take_in(ticket, key, report, upload)
+            return self._take_in(ticket, key, digest, report, upload)
         finally:
             machine.commits_under_way -= 1
             state.moved(machine.id)
 
-    def _take_in(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
+    def _take_in(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport, upload: Upload) -> Acknowledgement:
         with upload.sealed():
-            if upload.digest() == report.digest:
+            if upload.digest() == digest:
                 try:
                     tensors = mapped(upload.fileno(), upload.layout)
                 except OSError as error:

@@ -126,7 +126,7 @@ class JournaledRun:
         3. When they are durable it is acknowledged, and only then is the acknowledgement kept for who asks again."""
         event = Receive(
             time_s=time_s, worker=key.worker, round=key.round, version=key.version, machine=machine,
-            bytes=upload.layout.size, digest=report.digest, loss=_finite(report.loss), last_loss=_finite(report.last_loss),
+            bytes=upload.layout.size, digest=upload.digest(), loss=_finite(report.loss), last_loss=_finite(report.last_loss),
             samples=report.samples, units=report.units,
         )  # fmt: skip
         contribution = self._contribution(event, mapped(upload.fileno(), upload.layout))

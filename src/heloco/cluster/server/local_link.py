@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-from msgspec.structs import replace
 from torch import Tensor
 
 import heloco
@@ -64,7 +63,7 @@ class LocalLink:
         turn = upload.begin(progress.size)
         for piece in pieces_after(progress.size, layout, tensors):
             upload.write(turn, piece)
-        return self.service.contributions.commit(ticket, key, replace(report, digest=digest_of(layout, tensors)))
+        return self.service.contributions.commit(ticket, key, digest_of(layout, tensors), report)
 
     def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
         return self.service.members.beat(ticket, steps)

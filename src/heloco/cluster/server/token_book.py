@@ -95,11 +95,15 @@ class TokenBook:
             raise Refused(Code.NO_SUCH, f"There is no token {token_id!r}: `heloco tokens` lists them.")
         return token
 
+    def valid(self, right: Right) -> list[Token]:
+        """Those of a right that are not revoked, oldest first."""
+        return [token for token in self._tokens if token.right == right and not token.is_revoked]
+
     def first(self, right: Right) -> Token:
-        """One that holds; made where all of that right were revoked."""
+        """The oldest valid one. A new one is made if all of that right were revoked."""
         with self._lock:
-            token = next((token for token in self._tokens if token.right == right and not token.is_revoked), None)
-            return token or self._add(right, "made because all others were revoked")
+            valid = self.valid(right)
+            return valid[0] if valid else self._add(right, "made because all others were revoked")
 
     def all(self) -> list[Token]:
         return list(self._tokens)
@@ -113,6 +117,8 @@ class TokenBook:
     def revoke(self, token_id: str) -> Token:
         with self._lock:
             token = self.get(token_id)
+            if token.right == "admin" and self.valid("admin") == [token]:
+                raise Refused(Code.LAST_ADMIN, f"{token_id} is the last valid admin token: make another first (--new admin).")
             self._write([replace(t, is_revoked=True) if t.id == token_id else t for t in self._tokens])
             return token
 
