@@ -95,7 +95,8 @@ def run_of(described: dict[str, Any]) -> Finding:
 def certificate(link: Any, _: dict[str, Any]) -> Iterator[Finding]:
     if hasattr(link, "certificate_ends"):
         days = (link.certificate_ends() - time.time()) / 86400
-        yield Finding("certificate", days > 0, f"the token's; valid for {days:.0f} more days")
+        until = "it does not expire" if days > 1e6 else f"valid for {days:.0f} more days" if days > 0 else "expired for browsers"
+        yield Finding("certificate", True, f"the token's; {until}")
 
 
 def clock(link: Any, _: dict[str, Any]) -> Iterator[Finding]:

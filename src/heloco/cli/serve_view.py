@@ -10,6 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from heloco.errors import UserError
 from heloco.report.reading import CONFIG, META, Run
 from heloco.report.terminal import Progress, duration, number, tables
 
@@ -56,9 +57,20 @@ class View:
         self.progress: Progress | None = None
         self._told = 0
         self._known: dict[str, str] = {}
-        self._paused = ""
+        self._paused = self._trouble = ""
 
     def refresh(self) -> None:
+        """Reads what is new. If that fails, it says so once and tries again at the next look: the run
+        itself goes on."""
+        try:
+            self._read()
+            self._trouble = ""
+        except UserError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                self.console.print(f"What the run has written cannot be shown at the moment: {error}", markup=False)
+
+    def _read(self) -> None:
         if self.run is None and (self.folder / CONFIG).exists() and (self.folder / META).exists():
             self.run = Run(self.folder)
             self.progress = Progress(self.run.summary, self.run.planned or 0, self.console)

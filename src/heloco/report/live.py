@@ -6,6 +6,7 @@ page and its events is served, by default to this machine alone.
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data anew: a long run's take a while
 PARTS = ("starlette", "uvicorn")
+VERSION = re.compile("-?[0-9]{1,15}")
 
 
 def check_parts() -> None:
@@ -110,8 +112,9 @@ class Page:
         except UserError:
             return Response(status_code=503)
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
-        begin = int(seen) if seen.removeprefix("-").isdigit() else -1
-        return StreamingResponse(feed.events(begin), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        if not VERSION.fullmatch(seen):
+            return Response("seen must be a whole number: the version that the page has.", 400)
+        return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 WAITING = (

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from heloco.engine.build import build_task
+from heloco.engine.cluster.descriptors import raise_descriptor_limit
 from heloco.engine.cluster.memory import give_memory_back
 from heloco.engine.cluster.service import Service
 from heloco.engine.cluster.serving import Housekeeper, external_run, new_run, old_run
@@ -104,6 +105,7 @@ def _moved(config: RunConfig, data: str | None) -> RunConfig:
 class Host:
     def __init__(self, recipe: Recipe, progress: Any = None) -> None:
         give_memory_back()
+        raise_descriptor_limit()
         self.service = open_service(recipe, progress)
         self.keeper = Housekeeper(self.service)
         self.gateway: Any = None

@@ -18,7 +18,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
+from heloco.engine.cluster.descriptors import has_run_out
 from heloco.engine.cluster.files import Denied, Incoming
+from heloco.engine.cluster.gateway.admission import Admit
 from heloco.engine.cluster.gateway.bodies import FileBody, Zeros, begin_of, discard, message, take_in
 from heloco.engine.cluster.gateway.calls import ANSWER_S, Calls, Changes
 from heloco.engine.cluster.gateway.checks import LARGE, SMALL, Fields
@@ -35,6 +37,7 @@ REQUESTS_PER_S, REQUESTS_AT_ONCE = 1000.0, 5000.0
 JOINS_PER_S, JOINS_AT_ONCE = 10.0, 500.0
 """From one address: each leaves a line in the journal."""
 PROBE = 1 << 26
+RAN_OUT = "The gateway has no memory, file or thread left for this request at the moment: ask again."
 STATUS = {
     "malformed": 400, "report": 400, "path": 404, "unknown-machine": 404, "method": 405, "timeout": 408, "cut": 408,
     "ended": 410, "length": 411, "too-long": 413, "layout": 422, "corrupted": 422, "not-finite": 422, "model": 422, "rate": 429,
@@ -66,7 +69,9 @@ def guarded(handler: Handler) -> Handler:
             return refusal(request, Denied("failed", str(error)))
         except ClientDisconnect:
             return Response(status_code=408)
-        except Exception:
+        except Exception as error:
+            if has_run_out(error):
+                return refusal(request, Denied("busy", RAN_OUT))
             log.exception("%s %s", request.method, request.url.path)
             return refusal(request, Denied("internal", "The gateway met an error of its own; its log has the details."))
 
@@ -349,7 +354,7 @@ def app(service: Service, credentials: Credentials, page: Any = None) -> Starlet
     routes = [*gateway.routes(), *([Mount(PAGE, page)] if page is not None else [])]
     made = Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, credentials=credentials)],
+        middleware=[Middleware(Guard, credentials=credentials), Middleware(Admit)],
         exception_handlers={HTTPException: no_such},
         lifespan=lifespan,
     )

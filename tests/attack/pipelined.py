@@ -1,0 +1,73 @@
+"""Requests one after the other on one connection without waiting for answers, none of which is ever read.
+
+Alone: `python tests/attack/pipelined.py`; `--help` names its options.
+"""
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rig import Peak, Rate, Serving, addresses, connect, contributing, elsewhere, judge, run_alone, unchecked, until
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+AT_ONCE = 500
+
+
+def pour(port: int, requests: int, connections: int) -> int:
+    """Over new connections when those before were ended. How many requests were sent."""
+    sent = [0] * connections
+    threads = [
+        threading.Thread(target=_pour, args=(port, address, requests // connections, sent, i))
+        for i, address in zip(range(connections), addresses(), strict=False)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(sent)
+
+
+def _pour(port: int, address: str, requests: int, sent: list[int], number: int) -> None:
+    context, tried = unchecked(), 0
+    while tried < requests:
+        with contextlib.suppress(OSError), context.wrap_socket(connect(port, address)) as pouring:
+            while tried < requests:
+                pouring.sendall(REQUEST * AT_ONCE)
+                tried += AT_ONCE
+                sent[number] += AT_ONCE
+        tried += AT_ONCE  # also of a connection that was refused: it must come to an end
+
+
+def attack(folder: Path, requests: int, connections: int) -> dict[str, Any]:
+    """Pipelined requests take no memory."""
+    with Serving(folder) as serving, contributing(serving):
+        rate = Rate(serving)
+        with rate.measured("before"):
+            time.sleep(3.0)
+        memory_mb = serving.resident_mb()
+        peak = Peak(serving)
+        with elsewhere(pour, serving.port, requests, connections) as result, rate.measured("meanwhile"):
+            sent = result(600)
+        peak_mb = peak.end()
+        with rate.measured("after"):
+            time.sleep(3.0)
+        serving.check_well()
+        with contextlib.suppress(AssertionError):
+            until(lambda: serving.resident_mb() < 1.1 * memory_mb, "memory is given back", 15.0)
+        figures = {
+            "arrivals_per_s": rate.figures, "requests_sent": sent, "lost": serving.lost(),
+            "memory_mb": {"before": round(memory_mb), "peak": round(peak_mb), "after": round(serving.resident_mb())},
+        }  # fmt: skip
+        return judge(
+            figures,
+            memory_stays_flat=peak_mb < 1.25 * memory_mb,
+            memory_is_given_back=serving.resident_mb() < 1.1 * memory_mb,
+            nobody_is_lost=not figures["lost"],
+            arrivals_go_on=rate.figures["meanwhile"] > 0,
+        )
+
+
+if __name__ == "__main__":
+    run_alone(attack, requests=1_500_000, connections=4)
