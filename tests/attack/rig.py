@@ -65,13 +65,16 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> 
 
 
 class Serving:
-    """`heloco serve` in a process of its own. `descriptors`: how many files it may open, at most."""
+    """`heloco serve` in a process of its own. `descriptors`: how many files it may open, at most. With
+    wait=False, `wait` must be called before anything is asked of it."""
 
-    def __init__(self, folder: Path, *flags: str, workers: int = 2, descriptors: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *flags: str, workers: int = 2, descriptors: int = 0, ray: str = "off", wait: bool = True
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._said = folder / "run", folder / "serve.log"
         serve = [sys.executable, "-m", "heloco.cli", "serve", *TINY, "--paces", ",".join(["1"] * workers), *flags]
-        place = ["--ray", "off", "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
+        place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
         limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment.setdefault("HELOCO_CACHE", str(Path(tempfile.gettempdir()) / "heloco-attack-cache"))
@@ -79,6 +82,11 @@ class Serving:
             self.process = subprocess.Popen(
                 [*limit, *serve, *place], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it can be joined."""
         try:
             found = until(self._announced, "the line to join with")
         except BaseException:
