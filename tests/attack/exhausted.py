@@ -19,6 +19,7 @@ DESCRIPTORS, MEMORY = resource.RLIMIT_NOFILE, resource.RLIMIT_AS
 NAMES = {DESCRIPTORS: "descriptors", MEMORY: "memory"}
 MARGIN = {DESCRIPTORS: 0, MEMORY: 1 << 20}
 """How much the process may still have: no descriptor; memory for small things, but for no thread."""
+ARRIVALS = 50
 LARGE = b'{"name":[' + b"[]," * 1_390_000 + b"[]]}"
 """A message that takes much memory to read."""
 
@@ -85,17 +86,14 @@ def attack(folder: Path, seconds: float, times: int) -> dict[str, Any]:
     """Running out of something degrades a run and does not end it."""
     with Serving(folder) as serving, contributing(serving):
         rate, answers = Rate(serving), {}
-        with rate.measured("before"):
-            time.sleep(3.0)
+        rate.measure("before", ARRIVALS)
         for number in range(times):
             for what, name in NAMES.items():
                 answers[f"{name} {number}"] = ask_meanwhile(serving, what)
                 with without_more(serving, what), rate.measured(f"without {name} {number}"):
                     time.sleep(seconds)
-                arrivals = serving.arrivals()
-                until(lambda arrivals=arrivals: serving.arrivals() > arrivals + 5, f"arrivals after {name} ran out", 30.0)
-        with rate.measured("after"):
-            time.sleep(3.0)
+                rate.measure(f"with {name} again {number}", ARRIVALS)
+        rate.measure("after", ARRIVALS)
         serving.check_well()
         figures = {"arrivals_per_s": rate.figures, "answers": answers, "lost": serving.lost()}
         return judge(figures, it_recovers=rate.figures["after"] > 0.2 * rate.figures["before"])

@@ -6,10 +6,9 @@ Alone: `python tests/attack/herd.py`; `--help` names its options.
 
 import asyncio
 import time
-from pathlib import Path
 from typing import Any
 
-from rig import Serving, elsewhere, judge, run_alone, unchecked
+from rig import Serving, elsewhere, judge, on_new_run, run_alone, unchecked
 
 ROUTER = "127.8.0.1"
 WITHIN_S = 20.0
@@ -52,9 +51,9 @@ def stampede(port: int, token: str, machines: int) -> list[tuple[float, int]]:
     return asyncio.run(_stampede(port, token, machines))
 
 
-def attack(folder: Path, machines: int) -> dict[str, Any]:
+def attack(serving: Serving, machines: int) -> dict[str, Any]:
     """All machines behind one router are in within seconds."""
-    with Serving(folder) as serving, elsewhere(stampede, serving.port, serving.token, machines) as result:
+    with elsewhere(stampede, serving.port, serving.token, machines) as result:
         times = result(60.0)
         serving.check_well()
     last_s = max(seconds for seconds, _ in times)
@@ -63,4 +62,4 @@ def attack(folder: Path, machines: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_alone(attack, machines=200)
+    run_alone(on_new_run(attack), machines=200)

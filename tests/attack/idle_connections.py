@@ -37,45 +37,43 @@ def ask_without_token(port: int, address: str) -> socket.socket:
 KINDS = (open_tcp, open_tls, ask_without_token)
 
 
-def attack(folder: Path, connections: int, addresses_used: int, descriptors: int, seconds: float) -> dict[str, Any]:
-    """Idle connections do not stop a run."""
+def attack(folder: Path, connections: int, addresses_used: int, descriptors: int, arrivals: int) -> dict[str, Any]:
+    """Idle connections do not stop a run: so many arrivals come in while those of each kind are held."""
     with Serving(folder, descriptors=descriptors) as serving, contributing(serving):
         rate = Rate(serving)
-        with rate.measured("before"):
-            time.sleep(min(5.0, seconds))
+        rate.measure("before", arrivals)
         files, memory_mb = serving.open_files(), serving.resident_mb()
         for kind in KINDS:
             strangers = itertools.cycle(itertools.islice(addresses(), addresses_used))
-            with contextlib.ExitStack() as stack, rate.measured(kind.__name__):
-                opened = []
+            with contextlib.ExitStack() as stack:
                 for _ in range(connections):
                     with contextlib.suppress(OSError):  # it is sent away
-                        opened.append(stack.enter_context(kind(serving.port, next(strangers))))
-                time.sleep(seconds)
+                        stack.enter_context(kind(serving.port, next(strangers)))
+                rate.measure(kind.__name__, arrivals)
                 serving.check_well()
             until(lambda: serving.open_files() <= files + 4, f"the connections of {kind.__name__} are closed", GONE_S)
-        with rate.measured("after"):
-            time.sleep(min(5.0, seconds))
+        rate.measure("after", arrivals)
         serving.check_well()
-        memory = [round(memory_mb), round(serving.resident_mb())]
         return judge(
-            {"arrivals_per_s": rate.figures, "lost": serving.lost(), "memory_mb": memory},
+            {
+                "arrivals_per_s": rate.figures,
+                "lost": serving.lost(),
+                "memory_mb": [round(memory_mb), round(serving.resident_mb())],
+            },
             nobody_is_lost=not serving.lost(),
             arrivals_go_on=min(rate.figures.values()) > 0.2 * rate.figures["before"],
             memory_is_given_back=serving.resident_mb() < 1.1 * memory_mb,
         )
 
 
-def attack_one_address(folder: Path, connections: int) -> dict[str, Any]:
+def attack_from_one_address(serving: Serving, connections: int) -> dict[str, Any]:
     """One address holds few places, and each for a few seconds only."""
-    with Serving(folder) as serving:
-        opened = [connect(serving.port, "127.9.9.9") for _ in range(connections)]
-        began = time.monotonic()
-        time.sleep(0.5)
-        held = sum(map(is_open, opened))
-        until(lambda: not any(map(is_open, opened)), "all are closed", GONE_S)
-        return {"held": held, "closed_after_s": round(time.monotonic() - began, 1)}
+    opened = [connect(serving.port, "127.9.9.9") for _ in range(connections)]
+    began = time.monotonic()
+    held = until(lambda: (found := sum(map(is_open, opened))) < connections and found, "some are closed at once", GONE_S)
+    until(lambda: not any(map(is_open, opened)), "all are closed", GONE_S)
+    return {"held": held, "closed_after_s": round(time.monotonic() - began, 1)}
 
 
 if __name__ == "__main__":
-    run_alone(attack, connections=1000, addresses_used=20, descriptors=512, seconds=30.0)
+    run_alone(attack, connections=1000, addresses_used=20, descriptors=512, arrivals=500)

@@ -5,14 +5,13 @@ Alone: `python tests/attack/pipelined.py`; `--help` names its options.
 
 import contextlib
 import threading
-import time
-from pathlib import Path
 from typing import Any
 
-from rig import Peak, Rate, Serving, addresses, connect, contributing, elsewhere, judge, run_alone, unchecked, until
+from rig import Peak, Rate, Serving, addresses, connect, contributing, elsewhere, judge, on_new_run, run_alone, unchecked, until
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 AT_ONCE = 500
+ARRIVALS = 50
 
 
 def pour(port: int, requests: int, connections: int) -> int:
@@ -40,19 +39,17 @@ def _pour(port: int, address: str, requests: int, sent: list[int], number: int) 
         tried += AT_ONCE  # also of a connection that was refused: it must come to an end
 
 
-def attack(folder: Path, requests: int, connections: int) -> dict[str, Any]:
+def attack(serving: Serving, requests: int, connections: int) -> dict[str, Any]:
     """Pipelined requests take no memory."""
-    with Serving(folder) as serving, contributing(serving):
+    with contributing(serving):
         rate = Rate(serving)
-        with rate.measured("before"):
-            time.sleep(3.0)
+        rate.measure("before", ARRIVALS)
         memory_mb = serving.resident_mb()
         peak = Peak(serving)
         with elsewhere(pour, serving.port, requests, connections) as result, rate.measured("meanwhile"):
             sent = result(600)
         peak_mb = peak.end()
-        with rate.measured("after"):
-            time.sleep(3.0)
+        rate.measure("after", ARRIVALS)
         serving.check_well()
         with contextlib.suppress(AssertionError):
             until(lambda: serving.resident_mb() < 1.1 * memory_mb, "memory is given back", 15.0)
@@ -70,4 +67,4 @@ def attack(folder: Path, requests: int, connections: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_alone(attack, requests=1_500_000, connections=4)
+    run_alone(on_new_run(attack), requests=1_500_000, connections=4)

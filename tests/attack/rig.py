@@ -3,6 +3,7 @@ raw sockets. Honest machines come from 127.0.0.1, strangers from other addresses
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ TINY = (
     "--batch-size", "2", "--lr", "0.003", "--inner-steps", "4", "--arrivals", "1000000", "--eval-every", "0",
     "--checkpoint-every", "100", "--device", "cpu", "--beat-s", "0.5",
 )  # fmt: skip
-START_S, STOP_S = 90.0, 60.0
+START_S, STOP_S = 90.0, 5.0
 REPORT = {"loss": 1.0, "last_loss": 1.0, "samples": 1, "units": 1}
 
 
@@ -69,11 +70,12 @@ class Serving:
     wait=False, `wait` must be called before anything is asked of it."""
 
     def __init__(
-        self, folder: Path, *flags: str, workers: int = 2, descriptors: int = 0, ray: str = "off", wait: bool = True
-    ) -> None:
+        self, folder: Path, *flags: str, settings: Sequence[str] = TINY, workers: int = 2, descriptors: int = 0, ray: str = "off",
+        wait: bool = True,
+    ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._said = folder / "run", folder / "serve.log"
-        serve = [sys.executable, "-m", "heloco.cli", "serve", *TINY, "--paces", ",".join(["1"] * workers), *flags]
+        serve = [sys.executable, "-m", "heloco.cli", "serve", *settings, "--paces", ",".join(["1"] * workers), *flags]
         place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
         limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -97,7 +99,7 @@ class Serving:
 
     def _announced(self) -> re.Match[str] | None:
         check(self.process.poll() is None, f"`heloco serve` ended: {self.log()}")
-        return re.search(r"heloco join (https://\S+) --token (\S+)", self.log())
+        return re.search(r"(?:heloco join |HELOCO_ADDRESS=)(https://\S+) (?:--token |HELOCO_TOKEN=)(\S+)\n", self.log())
 
     def log(self) -> str:
         return self._said.read_text(errors="replace")
@@ -122,6 +124,7 @@ class Serving:
         check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
 
     def close(self) -> None:
+        """It says goodbye to machines that are still there, which nobody waits for here."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -197,6 +200,12 @@ class Rate:
         yield
         self.figures[name] = round((self.serving.arrivals() - before) / (time.monotonic() - began), 1)
 
+    def measure(self, name: str, arrivals: int) -> None:
+        """Over the next so many arrivals."""
+        with self.measured(name):
+            wanted = self.serving.arrivals() + arrivals
+            until(lambda: self.serving.arrivals() >= wanted, f"{arrivals} arrivals ({name})")
+
 
 class Peak(threading.Thread):
     """The most memory that the run's process has from now until `end`, in MB."""
@@ -271,6 +280,17 @@ def _report(work: Callable[..., Any], arguments: tuple[Any, ...], told: Any) -> 
 
 
 # ---- one attack as a program
+
+
+def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same attack with a folder in the place of a run that is served: one is served there."""
+
+    @functools.wraps(attack)
+    def alone(folder: Path, **options: Any) -> dict[str, Any]:
+        with Serving(folder) as serving:
+            return attack(serving, **options)
+
+    return alone
 
 
 def run_alone(attack: Callable[..., dict[str, Any]], **options: Any) -> None:

@@ -6,11 +6,11 @@ Alone: `python tests/attack/sustained_flood.py`; `--help` names its options.
 import asyncio
 import itertools
 import time
-from pathlib import Path
 from typing import Any
 
-from rig import Rate, Serving, addresses, contributing, elsewhere, judge, run_alone, unchecked
+from rig import Rate, Serving, addresses, contributing, elsewhere, judge, on_new_run, run_alone, unchecked
 
+ARRIVALS = 50
 NO_TOKEN = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
@@ -41,17 +41,15 @@ def flood(port: int, strangers: int, addresses_used: int, seconds: float) -> dic
     return asyncio.run(_flood(port, strangers, addresses_used, seconds))
 
 
-def attack(folder: Path, strangers: int, addresses_used: int, seconds: float) -> dict[str, Any]:
+def attack(serving: Serving, strangers: int, addresses_used: int, seconds: float) -> dict[str, Any]:
     """A sustained flood does not stop a run: nobody is lost, and arrivals go on."""
-    with Serving(folder) as serving, contributing(serving):
+    with contributing(serving):
         rate = Rate(serving)
-        with rate.measured("before"):
-            time.sleep(min(5.0, seconds))
+        rate.measure("before", ARRIVALS)
         memory_mb = serving.resident_mb()
         with elsewhere(flood, serving.port, strangers, addresses_used, seconds) as result, rate.measured("meanwhile"):
             counts = result(seconds + 60)
-        with rate.measured("after"):
-            time.sleep(min(5.0, seconds))
+        rate.measure("after", ARRIVALS)
         serving.check_well()
         figures = {
             "arrivals_per_s": rate.figures, "strangers": counts, "lost": serving.lost(),
@@ -66,4 +64,4 @@ def attack(folder: Path, strangers: int, addresses_used: int, seconds: float) ->
 
 
 if __name__ == "__main__":
-    run_alone(attack, strangers=900, addresses_used=1, seconds=60.0)
+    run_alone(on_new_run(attack), strangers=900, addresses_used=1, seconds=60.0)

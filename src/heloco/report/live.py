@@ -129,7 +129,7 @@ class Page:
         try:
             feed = await self._ready()
         except (UserError, OSError, MemoryError):
-            return Response(status_code=503)
+            return Response("There is nothing to show at the moment: try again.", 503)
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
         if not VERSION.fullmatch(seen):
             return Response("seen must be a whole number: the version that the page has.", 400)
