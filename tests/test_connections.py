@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -255,6 +256,28 @@ def test_what_a_page_has_seen_is_a_number_or_refused(gate, seen):
     connection = gate.tls(MACHINE)
     connection.sendall(f"GET /page/events?key={gate.credentials.view_key}&seen={seen} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
     assert answer_of(connection).startswith(b"HTTP/1.1 400")
+
+
+# ---- files that go out
+
+
+def test_when_too_many_files_go_out_the_next_one_has_to_wait(gate, monkeypatch):
+    monkeypatch.setattr("heloco.engine.cluster.gateway.calls.DOWNLOADS_BESIDES", 0)
+    calls, connection = gate.server._gateway.calls, gate.tls(MACHINE)
+    machine = gate.service.join("a")["machine"]
+    taken = gate.service.next_round(machine)
+    about = {"run": gate.service.run_id, "machine": machine} | {name: taken[name] for name in ("worker", "round", "version")}
+    asking = gate.request("GET", f"/v1/start?{urlencode(about)}")
+    for _ in range(gate.service.machines.seats):
+        calls.begin_download()
+    connection.sendall(asking)
+    answer = answer_of(connection)
+    assert answer.startswith(b"HTTP/1.1 503") and b'"denied":"busy"' in answer
+    calls.end_download()
+    for _ in range(5):
+        connection.sendall(asking)
+        assert answer_of(connection).startswith(b"HTTP/1.1 200")
+        until(lambda: calls._downloads == gate.service.machines.seats - 1, "it is over", 20.0)
 
 
 # ---- threads

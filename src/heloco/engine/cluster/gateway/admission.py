@@ -19,8 +19,9 @@ from typing import Any
 from heloco.engine.cluster.gateway.guard import Buckets
 from heloco.errors import UserError
 
-FILES = 128
-"""Descriptors that are kept for files, and for whatever else the process has open."""
+FILES = 192
+"""Descriptors that are kept for files, `calls.DOWNLOADS_BESIDES` among them, and for whatever else the
+process has open."""
 STRANGERS, ADMITTED = 256, 4096
 """Places, where there are descriptors enough. An open connection takes some 50 KB of memory."""
 SHARE_OF_AN_ADDRESS = 2
@@ -52,8 +53,8 @@ class Places:
 
     @classmethod
     def within(cls, descriptors: int, seats: int) -> "Places":
-        """As many as the descriptors allow. An admitted connection needs two, because it may read
-        a file; each of the run's seats needs one, for the contribution that is coming in."""
+        """As many as the descriptors allow. Each of the run's seats needs one for a file: a contribution
+        that comes in, or a start that goes out."""
         left = descriptors - FILES - seats
         strangers = min(STRANGERS, left // 4)
         if strangers < LEAST:
@@ -61,7 +62,7 @@ class Places:
                 f"A run of {seats} workers cannot be served with {descriptors} open files: raise the limit, for example with "
                 f"`ulimit -n {FILES + seats + 1024}`."
             )
-        return cls(strangers, max(LEAST // 2, strangers // SHARE_OF_AN_ADDRESS), min(ADMITTED, (left - strangers) // 2))
+        return cls(strangers, max(LEAST // 2, strangers // SHARE_OF_AN_ADDRESS), min(ADMITTED, left - strangers))
 
 
 @dataclass(eq=False, slots=True)

@@ -136,10 +136,14 @@ class FileBody:
             file.seek(begin)
             return file
 
+        calls.begin_download()
         try:
             return cls(calls, await calls.on_file(opened), begin, size, moved)
-        except FileNotFoundError:
-            raise Denied("not-held", "what this round starts from is gone: take a fresh one.") from None
+        except BaseException as error:
+            calls.end_download()
+            if isinstance(error, FileNotFoundError):
+                raise Denied("not-held", "what this round starts from is gone: take a fresh one.") from None
+            raise
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -157,9 +161,12 @@ class FileBody:
                     return
         finally:
             gone.cancel()
-            with contextlib.suppress(OSError):
-                await (reading or asyncio.sleep(0))
-            self.file.close()
+            try:
+                with contextlib.suppress(OSError, MemoryError):
+                    await (reading or asyncio.sleep(0))
+            finally:
+                self.file.close()
+                self.calls.end_download()
 
     def _read(self, most: int) -> "asyncio.Future[list[bytes]]":
         return asyncio.ensure_future(self.calls.on_file(_read, self.file, most))

@@ -16,6 +16,9 @@ from heloco.errors import UserError
 T = TypeVar("T")
 SHORT, COMMITS, FILES = 16, 4, 8
 """Threads."""
+DOWNLOADS_BESIDES = 64
+"""Files that may go out at the same time, besides one for each seat of the run. Whoever reads slowly
+over many connections must not use up the descriptors."""
 ANSWER_S = 8.0
 """At the latest then a request is answered, if only to say that it is still under way: who hears nothing for longer than twice
 that must take the connection for dead."""
@@ -47,6 +50,7 @@ class Calls:
         self._short = started_pool(SHORT, "gateway-short")
         self._commits = started_pool(COMMITS, "gateway-commits")
         self._files = started_pool(FILES, "gateway-files")
+        self._downloads = 0
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def locked(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -66,6 +70,15 @@ class Calls:
     async def on_file(self, function: Callable[..., T], *arguments: Any) -> T:
         """Reads or writes a piece of a file: fast, unless the disk is not."""
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
+
+    def begin_download(self) -> None:
+        """To be ended with `end_download`."""
+        if self._downloads >= self.service.machines.seats + DOWNLOADS_BESIDES:
+            raise Denied("busy", "Too many files are going out at the moment: ask again.")
+        self._downloads += 1
+
+    def end_download(self) -> None:
+        self._downloads -= 1
 
     async def long(self, name: Hashable, machine: str | None, function: Callable[..., T], *arguments: Any) -> T | None:
         """Calls what may take longer than an answer may: None then, and the same request again waits for the same call."""
