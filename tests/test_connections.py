@@ -3,7 +3,6 @@ answer to every request. On both loops that the gateway may run on."""
 
 import contextlib
 import gc
-import itertools
 import socket
 import ssl
 import threading
@@ -27,7 +26,7 @@ from heloco.engine.cluster.gateway.connection import PIPELINED, Connection
 from heloco.engine.cluster.gateway.credentials import Credentials
 from heloco.engine.cluster.gateway.server import GatewayServer
 from heloco.report import live
-from rig import connect, is_open, unchecked, until
+from rig import connect, connect_many, is_open, unchecked, until
 
 STRANGER, MACHINE = "127.9.0.1", "127.0.0.1"
 PLACES = Places(strangers=12, strangers_per_address=6, admitted=20)
@@ -125,11 +124,13 @@ def test_who_shows_no_token_is_sent_away_whatever_it_does_instead(gate):
 
 def test_strangers_cannot_push_out_machines_and_one_address_cannot_push_out_others(gate):
     machines = [gate.machine() for _ in range(8)]
-    floods = [[gate.tcp(f"127.9.0.{n}") for _ in range(30)] for n in (1, 2, 3)]
+    for n in (1, 2, 3):
+        gate.opened += connect_many(gate.server.port, f"127.9.0.{n}", 30)
+    flood = gate.opened[16:]
     other = gate.tls("127.10.0.1")
     other.sendall(gate.request())
     assert answer_of(other).startswith(b"HTTP/1.1 200")
-    until(lambda: sum(map(is_open, itertools.chain(*floods))) <= PLACES.strangers, "those without a place are closed", 20.0)
+    until(lambda: sum(map(is_open, flood)) <= PLACES.strangers, "those without a place are closed", 20.0)
     for machine in machines:
         machine.settimeout(10)
         machine.sendall(gate.request())
@@ -145,6 +146,15 @@ def test_without_a_place_among_the_admitted_there_is_a_refusal_that_machines_und
     last.sendall(gate.request())
     answer = answer_of(last)
     assert answer.startswith(b"HTTP/1.1 503") and b'"denied": "busy"' in answer and closes(last)
+
+
+def test_an_admitted_connection_that_shows_wrong_credentials_loses_its_place(gate):
+    stranger, machine = gate.tls(STRANGER), gate.machine()
+    for connection, is_admitted in ((stranger, False), (machine, True)):
+        connection.sendall(b"GET /v1/clock HTTP/1.1\r\nhost: x\r\n\r\n")
+        answer = answer_of(connection)
+        assert answer.startswith(b"HTTP/1.1 401") and (b"connection: close" in answer) == is_admitted
+    assert closes(machine)
 
 
 def test_nothing_of_a_connection_that_is_over_stays_in_memory(gate):

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rig import Failed, Rate, Serving, addresses, connect, contributing, is_open, judge, run_alone, unchecked, until
+from rig import Failed, Rate, Serving, addresses, connect, connect_many, contributing, is_open, judge, run_alone, unchecked, until
 
 NO_TOKEN = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 GONE_S = 15.0
@@ -68,7 +68,7 @@ def attack(folder: Path, connections: int, addresses_used: int, descriptors: int
 
 def attack_from_one_address(serving: Serving, connections: int) -> dict[str, Any]:
     """One address holds few places, and each for a few seconds only."""
-    opened = [connect(serving.port, "127.9.9.9") for _ in range(connections)]
+    opened = connect_many(serving.port, "127.9.9.9", connections)
     began = time.monotonic()
     held = until(lambda: (found := sum(map(is_open, opened))) < connections and found, "some are closed at once", GONE_S)
     until(lambda: not any(map(is_open, opened)), "all are closed", GONE_S)

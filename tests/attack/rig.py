@@ -238,6 +238,15 @@ def connect(port: int, address: str, timeout_s: float = 10.0) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=timeout_s, source_address=(address, 0))
 
 
+def connect_many(port: int, address: str, count: int) -> list[socket.socket]:
+    """Those that are sent away at once are left out."""
+    made = []
+    for _ in range(count):
+        with contextlib.suppress(ConnectionError):
+            made.append(connect(port, address))
+    return made
+
+
 def unchecked() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -90,6 +90,8 @@ class Connection(asyncio.BufferedProtocol):
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {**scope.get("extensions", {}), ADMIT: self._admit}
+        if self._visitor.is_admitted:
+            send = closing_unauthorized(send)
         if scope["method"] == "HEAD":
             send = without_body(send)
         if unread(scope) and any(name == b"expect" for name, _ in scope["headers"]):
@@ -132,6 +134,20 @@ def without_body(send: Send) -> Send:
     return sending
 
 
+def closing_unauthorized(send: Send) -> Send:
+    """For a connection that is admitted: when its credentials are no longer good, it must come again as
+    a stranger, because it has a place that only machines may have."""
+
+    async def sending(message: Any) -> None:
+        await send(_closing(message) if message.get("status") == 401 else message)
+
+    return sending
+
+
+def _closing(message: Any) -> Any:
+    return {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+
+
 def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """For "Expect: 100-continue": a client that gets its answer before it was told to send the body
     may send it or not. So the next bytes could be anything, and the connection must end."""
@@ -143,8 +159,7 @@ def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
         return await receive()
 
     async def sending(message: Any) -> None:
-        if message["type"] == "http.response.start" and not asked:
-            message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
-        await send(message)
+        starts = message["type"] == "http.response.start"
+        await send(_closing(message) if starts and not asked else message)
 
     return receiving, sending
