@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from rig import Rate, Serving, check, contributing, judge, run_alone, unchecked, until
+from rig import Rate, Serving, check, connect, contributing, judge, run_alone, unchecked, until
 
 DESCRIPTORS, MEMORY = resource.RLIMIT_NOFILE, resource.RLIMIT_AS
 NAMES = {DESCRIPTORS: "descriptors", MEMORY: "memory"}
@@ -69,6 +69,7 @@ def ask_meanwhile(serving: Serving, what: int) -> dict[str, int]:
     asking = Asking(serving)
     check(asking.ask("GET", "/v1/describe") == "200", "the run does not answer")
     with without_more(serving, what):
+        waiting = connect(serving.port, "127.9.0.1", 60.0)
         for _ in range(5):
             if what == DESCRIPTORS:
                 asking.ask("GET", "/v1/file?name=config.toml&offset=0")
@@ -76,6 +77,12 @@ def ask_meanwhile(serving: Serving, what: int) -> dict[str, int]:
                 asking.ask("POST", "/v1/join", LARGE)
             check(asking.ask("GET", "/v1/clock") == "200", f"a request that needs nothing was refused: {asking.answers}")
     until(lambda: asking.ask("GET", "/v1/file?name=config.toml&offset=0") == "200", "files can be read again", 20.0)
+    if what == MEMORY:
+        waiting.close()
+        waiting = connect(serving.port, "127.9.0.1")
+    with unchecked().wrap_socket(waiting) as greeted:  # without descriptors, it could not be accepted before
+        greeted.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        check(greeted.recv(4096).startswith(b"HTTP/1.1 401"), "connections are not accepted again")
     serving.check_well()
     wrong = [answer for answer in asking.answers if answer.startswith("5") and answer != "503 busy"]
     check(not wrong and asking.answers["503 busy"], f"{NAMES[what]} ran out: {asking.answers}")

@@ -1,4 +1,5 @@
-"""One connection, after TLS: uvicorn's protocol, with what it lacks for a server that strangers can reach.
+"""One connection, after TLS: uvicorn's protocol, with what it lacks for a server that strangers can
+reach.
 
 It adds limits before a request is complete, one request at a time, and an answer that ends for
 every request. All connections read into one buffer, so that a large body does not take fresh memory
@@ -34,8 +35,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, make_http: Callable[[Owner], Http], visitor: Visitor, admission: Admission) -> None:
         self._make_http, self._visitor, self._admission = make_http, visitor, admission
-        self._http: Http
-        self._transport: Any
+        self._http: Any = None
+        self._transport: Any = None
         self._early = 0
         """Bytes that belong to no request yet, or to none any more."""
         self._deadline: asyncio.TimerHandle | None = None
@@ -50,8 +51,9 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._admission.leave(self._visitor)
         self._request_began()
-        self._http.connection_lost(error)
-        del self._http, self._transport  # they refer to this one: else they wait for the garbage collector
+        if self._http is not None:
+            self._http.connection_lost(error)
+        self._http = self._transport = None  # they refer to this one: else they wait for the garbage collector
 
     def get_buffer(self, _: int) -> memoryview:
         return BUFFER
@@ -59,7 +61,12 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         if self._transport.is_closing():
             return
-        if self._http.feed(BUFFER[:count]):
+        try:
+            is_request = self._http.feed(BUFFER[:count])
+        except MemoryError:
+            self._transport.abort()
+            return
+        if is_request:
             self._request_began()
         else:
             self._expect_request()

@@ -3,6 +3,7 @@ others."""
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
 import struct
@@ -19,6 +20,7 @@ PAUSE_S = 0.1
 """Seconds before the next try, when the system could not accept a connection."""
 TIDY_S, MANY = 5.0, 32
 """Seconds between two looks at whether that many connections have ended."""
+log = logging.getLogger("heloco.gateway")
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing forgets the connection at once, on both sides."""
 
@@ -54,16 +56,18 @@ class Listener:
                 await asyncio.to_thread(return_free_memory)
 
     async def _accept(self, listening: socket.socket) -> None:
+        """Until it is cancelled. Whatever goes wrong with one connection, the next one is accepted."""
         listening.setblocking(False)
         with listening:
             while True:
                 try:
                     taken, address = await self._loop.sock_accept(listening)
-                except (OSError, MemoryError):  # a connection that is gone again, or no descriptor left
+                    self._receive(taken, address[0])
+                    await asyncio.sleep(0)  # while many wait outside, accepting never does: let others run
+                except Exception as error:
+                    if not isinstance(error, OSError | MemoryError):  # it is gone again, or nothing is left for it
+                        log.error("A connection could not be accepted: %r", error)
                     await asyncio.sleep(PAUSE_S)
-                    continue
-                self._receive(taken, address[0])
-                await asyncio.sleep(0)  # while many wait outside, accepting never does: let others run
 
     def _receive(self, taken: socket.socket, address: str) -> None:
         visitor = self._admission.arrive(address, taken.close)
