@@ -1,8 +1,12 @@
 """Places for connections: who gets one, who gives one up, and how many there are."""
 
+import errno
+import subprocess
+import sys
+
 import pytest
 
-from heloco.engine.cluster.descriptors import descriptor_limit
+from heloco.engine.cluster.descriptors import has_run_out
 from heloco.engine.cluster.gateway.admission import (
     FILES,
     FIRST_S,
@@ -140,4 +144,29 @@ def test_all_places_together_leave_descriptors_for_files(descriptors, seats):
 def test_with_too_few_descriptors_the_remedy_is_named():
     with pytest.raises(UserError, match=r"130 workers cannot be served with 256 open files: raise the limit, .*`ulimit -n"):
         Places.within(256, 130)
-    assert descriptor_limit() >= 256
+
+
+RAISED = """
+import resource
+from heloco.engine.cluster.descriptors import descriptor_limit, raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 777))
+before = descriptor_limit()
+raise_descriptor_limit()
+print(before, descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_a_process_raises_its_limit_to_what_it_may_have():
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True)
+    assert done.stdout.split() == ["100", "777", "(777,", "777)"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (OSError(errno.EMFILE, ""), True), (OSError(errno.ENFILE, ""), True), (OSError(errno.ENOENT, ""), False),
+        (MemoryError(), True), (RuntimeError("can't start new thread"), True), (RuntimeError("no"), False), (ValueError(), False),
+    ],
+)  # fmt: skip
+def test_errors_that_pass(error, ran_out):
+    assert has_run_out(error) == ran_out

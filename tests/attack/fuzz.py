@@ -26,7 +26,7 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.tensors import Layout
 from mutations import Mutator
 from recorder import Reading, Recorder, Request
-from rig import REPORT, Failed, Serving, addresses, check, connect, judge, run_alone, unchecked, until
+from rig import REPORT, Failed, Serving, addresses, check, connect, judge, run_alone, unchecked
 
 EXTERNAL = ("--task", "external", "--arrivals", "1000000", "--inner-steps", "2", "--device", "cpu", "--beat-s", "0.5")
 MODEL = {"parameter.0": torch.linspace(-1, 1, 15).view(5, 3), "parameter.1": torch.zeros(4), "buffer.0": torch.zeros(3)}
@@ -146,7 +146,8 @@ class Sender:
             try:
                 for packet in packets:
                     connection.sendall(packet)
-                status, body, keeps = self._answer(connection) if must_answer else (0, b"", False)
+                has_body = not (reading.complete and reading.complete[0].method == "HEAD")
+                status, body, keeps = self._answer(connection, has_body=has_body) if must_answer else (0, b"", False)
                 break
             except (ConnectionError, ssl.SSLError, EOFError) as error:
                 self.drop()
@@ -165,7 +166,7 @@ class Sender:
         self._connection = self._context.wrap_socket(plain)
         return self._connection
 
-    def _answer(self, connection: ssl.SSLSocket) -> tuple[int, bytes, bool]:
+    def _answer(self, connection: ssl.SSLSocket, *, has_body: bool) -> tuple[int, bytes, bool]:
         """The status, the body, and whether that is whole, so that the connection can be used again."""
         found = b""
         while b"\r\n\r\n" not in found:
@@ -178,7 +179,7 @@ class Sender:
         lines = head.lower().split(b"\r\n")
         length = [int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")]
         status = int(lines[0].split()[1])
-        if not length or length[0] > 1 << 16:
+        if not has_body or not length or length[0] > 1 << 16:
             return status, body, False
         while len(body) < length[0] and (piece := connection.recv(1 << 16)):
             body += piece
@@ -251,9 +252,7 @@ class Fuzz:
 
     def _check_end(self, serving: Serving) -> None:
         serving.check_well()
-        with contextlib.suppress(Failed):
-            until(lambda: serving.resident_mb() < 1.1 * self._baseline, "memory is given back", 20.0)
-        self.memory.append((round(self._baseline), round(serving.resident_mb())))
+        self.memory.append((round(self._baseline), round(serving.settled_mb(self._baseline))))
 
 
 def attack(folder: Path, requests: int, seed: int) -> dict[str, Any]:

@@ -54,15 +54,16 @@ def attack(folder: Path, connections: int, addresses_used: int, descriptors: int
             until(lambda: serving.open_files() <= files + 4, f"the connections of {kind.__name__} are closed", GONE_S)
         rate.measure("after", arrivals)
         serving.check_well()
+        after_mb = serving.settled_mb(memory_mb)
         return judge(
             {
                 "arrivals_per_s": rate.figures,
                 "lost": serving.lost(),
-                "memory_mb": [round(memory_mb), round(serving.resident_mb())],
+                "memory_mb": [round(memory_mb), round(after_mb)],
             },
             nobody_is_lost=not serving.lost(),
             arrivals_go_on=min(rate.figures.values()) > 0.2 * rate.figures["before"],
-            memory_is_given_back=serving.resident_mb() < 1.1 * memory_mb,
+            memory_is_given_back=after_mb < 1.1 * memory_mb,
         )
 
 

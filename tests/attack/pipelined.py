@@ -7,7 +7,7 @@ import contextlib
 import threading
 from typing import Any
 
-from rig import Peak, Rate, Serving, addresses, connect, contributing, elsewhere, judge, on_new_run, run_alone, unchecked, until
+from rig import Peak, Rate, Serving, addresses, connect, contributing, elsewhere, judge, on_new_run, run_alone, unchecked
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 AT_ONCE = 500
@@ -51,16 +51,15 @@ def attack(serving: Serving, requests: int, connections: int) -> dict[str, Any]:
         peak_mb = peak.end()
         rate.measure("after", ARRIVALS)
         serving.check_well()
-        with contextlib.suppress(AssertionError):
-            until(lambda: serving.resident_mb() < 1.1 * memory_mb, "memory is given back", 15.0)
+        after_mb = serving.settled_mb(memory_mb)
         figures = {
             "arrivals_per_s": rate.figures, "requests_sent": sent, "lost": serving.lost(),
-            "memory_mb": {"before": round(memory_mb), "peak": round(peak_mb), "after": round(serving.resident_mb())},
+            "memory_mb": {"before": round(memory_mb), "peak": round(peak_mb), "after": round(after_mb)},
         }  # fmt: skip
         return judge(
             figures,
             memory_stays_flat=peak_mb < 1.25 * memory_mb,
-            memory_is_given_back=serving.resident_mb() < 1.1 * memory_mb,
+            memory_is_given_back=after_mb < 1.1 * memory_mb,
             nobody_is_lost=not figures["lost"],
             arrivals_go_on=rate.figures["meanwhile"] > 0,
         )

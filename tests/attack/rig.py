@@ -34,7 +34,7 @@ TINY = (
     "--batch-size", "2", "--lr", "0.003", "--inner-steps", "4", "--arrivals", "1000000", "--eval-every", "0",
     "--checkpoint-every", "100", "--device", "cpu", "--beat-s", "0.5",
 )  # fmt: skip
-START_S, STOP_S = 90.0, 5.0
+START_S, STOP_S, SETTLE_S = 90.0, 5.0, 20.0
 REPORT = {"loss": 1.0, "last_loss": 1.0, "samples": 1, "units": 1}
 
 
@@ -118,6 +118,12 @@ class Serving:
 
     def open_files(self) -> int:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def settled_mb(self, before_mb: float) -> float:
+        """Its memory, when that is back within a tenth of what it was, or after a while."""
+        with contextlib.suppress(Failed):
+            until(lambda: self.resident_mb() < 1.1 * before_mb, "memory is given back", SETTLE_S)
+        return self.resident_mb()
 
     def check_well(self) -> None:
         check(self.process.poll() is None, f"the run ended: {self.log()[-2000:]}")

@@ -51,15 +51,16 @@ def attack(serving: Serving, strangers: int, addresses_used: int, seconds: float
             counts = result(seconds + 60)
         rate.measure("after", ARRIVALS)
         serving.check_well()
+        after_mb = serving.settled_mb(memory_mb)
         figures = {
             "arrivals_per_s": rate.figures, "strangers": counts, "lost": serving.lost(),
-            "memory_mb": [round(memory_mb), round(serving.resident_mb())],
+            "memory_mb": [round(memory_mb), round(after_mb)],
         }  # fmt: skip
         return judge(
             figures,
             nobody_is_lost=not figures["lost"],
             arrivals_go_on=rate.figures["meanwhile"] > 0.2 * rate.figures["before"],
-            memory_is_given_back=serving.resident_mb() < 1.1 * memory_mb,
+            memory_is_given_back=after_mb < 1.1 * memory_mb,
         )
 
 

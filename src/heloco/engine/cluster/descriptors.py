@@ -5,8 +5,9 @@ import contextlib
 import errno
 import sys
 
-DESCRIPTORS_WANTED = 1 << 16
-"""More than any run needs. Not the hard limit itself, because some systems name one they do not honour."""
+DESCRIPTORS_WANTED = (1 << 16, 10_240, 4096)
+"""The first is more than any run needs. Some systems name a hard limit that they do not honour, so
+fewer are asked for then."""
 _RAN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN)
 _NO_THREAD = "can't start new thread"
 
@@ -14,11 +15,11 @@ _NO_THREAD = "can't start new thread"
 def descriptor_limit() -> int:
     """How many files this process may have open."""
     if sys.platform == "win32":
-        return DESCRIPTORS_WANTED
+        return DESCRIPTORS_WANTED[0]
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return DESCRIPTORS_WANTED if soft == resource.RLIM_INFINITY else soft
+    return DESCRIPTORS_WANTED[0] if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_descriptor_limit() -> None:
@@ -29,10 +30,11 @@ def raise_descriptor_limit() -> None:
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS_WANTED if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_WANTED)
-    if wanted > descriptor_limit():
-        with contextlib.suppress(OSError, ValueError):  # the system allows less than it says: what there is must do
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    for most in DESCRIPTORS_WANTED:
+        wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
+        if wanted > descriptor_limit():
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def has_run_out(error: BaseException) -> bool:
