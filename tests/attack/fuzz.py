@@ -26,7 +26,7 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.tensors import Layout
 from mutations import Mutator
 from recorder import Reading, Recorder, Request
-from rig import REPORT, Failed, Serving, addresses, check, connect, judge, run_alone, unchecked
+from rig import REPORT, Failed, Serving, addresses, check, connect, judge, run_alone, unchecked, until
 
 EXTERNAL = ("--task", "external", "--arrivals", "1000000", "--inner-steps", "2", "--device", "cpu", "--beat-s", "0.5")
 MODEL = {"parameter.0": torch.linspace(-1, 1, 15).view(5, 3), "parameter.1": torch.zeros(4), "buffer.0": torch.zeros(3)}
@@ -204,9 +204,10 @@ class Fuzz:
         while left > 0:
             with self._serving() as (serving, session):
                 left -= self._fuzz(serving, session, early if left == requests else 0, with_model=False)
-                session.bring_model(whole=True)
-                left -= self._fuzz(serving, session, left, with_model=True)
-                self._check_end(serving)
+                if not self._has_ended(session):
+                    session.bring_model(whole=True)
+                    left -= self._fuzz(serving, session, left, with_model=True)
+                self._check_end(serving, session)
 
     @contextlib.contextmanager
     def _serving(self) -> Iterator[tuple[Serving, Session]]:
@@ -239,7 +240,10 @@ class Fuzz:
             kind = self.random.choice(sorted(seeds))
             text = self.mutator.mutate(self.random.choice(seeds[kind]), must_break=kind[1] in ENDING)
             self.kinds[" ".join(kind)] += 1
-            sender.send(self.mutator.packets(text))
+            try:
+                sender.send(self.mutator.packets(text))
+            except ConnectionRefusedError:  # the run was ended a while ago, and its process with it
+                return number
         sender.drop()
         return requests
 
@@ -250,7 +254,12 @@ class Fuzz:
         except Exception:
             return True
 
-    def _check_end(self, serving: Serving) -> None:
+    def _check_end(self, serving: Serving, session: Session) -> None:
+        if self._has_ended(session):  # by a request that was valid after all: then it ends as it should
+            until(lambda: serving.process.poll() is not None, "the process of the run ends", 60.0)
+            check(serving.process.returncode in (0, 2), f"it ended with {serving.process.returncode}: {serving.log()[-3000:]}")
+            check("Traceback" not in serving.log(), f"a traceback: {serving.log()[-3000:]}")
+            return
         serving.check_well()
         self.memory.append((round(self._baseline), round(serving.settled_mb(self._baseline))))
 
