@@ -1,10 +1,11 @@
 # make train   sets up .venv, then trains the built-in default: about a minute
+# make attack  attacks a served run with real processes: about 15 minutes; ray_folder.py needs root
 # make test    sets up .venv with the developers' tools, then lint, types and all tests
 PYTHON ?= python3
 BIN := .venv/bin
 BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 
-.PHONY: train test test-long soak lint bench bench-gpu pictures setup setup-dev clean
+.PHONY: train test test-long soak attack lint bench bench-gpu pictures setup setup-dev clean
 
 train: setup
 	$(BIN)/heloco train
@@ -22,6 +23,16 @@ test-long: setup-dev
 
 soak: setup-dev
 	cd tests && ../$(BIN)/python -m faults.run --per-hour 125 --minutes 60 --step-seconds 0.25
+
+attack: setup-dev
+	$(BIN)/python tests/attack/idle_connections.py
+	$(BIN)/python tests/attack/sustained_flood.py
+	$(BIN)/python tests/attack/sustained_flood.py --addresses-used 300
+	$(BIN)/python tests/attack/pipelined.py
+	$(BIN)/python tests/attack/herd.py
+	$(BIN)/python tests/attack/exhausted.py
+	$(BIN)/python tests/attack/ray_folder.py
+	$(BIN)/python tests/attack/fuzz.py --requests 50000
 
 lint: setup-dev
 	$(BIN)/ruff check

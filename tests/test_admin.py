@@ -112,7 +112,8 @@ def test_what_each_right_may_not_do(host, machine):
     assert host.status().ended is None and len(host.status().machines) == 1
 
 
-def test_mistakes_about_tokens(host, folder):
+@pytest.mark.usefixtures("host")
+def test_mistakes_about_tokens(folder):
     assert "worker" in refused("tokens", folder, "--new", "wroker")
     assert "nobody" in refused("tokens", folder, "--revoke", "nobody")
     [admin] = [token for token in listed(folder).values() if token["right"] == "admin"]
@@ -194,7 +195,7 @@ def test_which_machine_is_meant(host, folder, machine):
     assert ids[1] in refused("evict", "nobody", folder)
 
 
-def test_a_pause_by_hand_lasts_until_it_is_ended(host, folder, machine):
+def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):
     client = machine("m")
     taken = client.take()
     assert "unpause" in said("pause", folder, "--reason", "the room is hot")

@@ -30,7 +30,7 @@ from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo, Ticket
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
-from heloco.cluster.ray.probe import listens, probe, split
+from heloco.cluster.ray.probe import probe, split
 from heloco.cluster.ray.ray_cluster import _PINGS, Tls, _settings, _translated, check_versions, require_ray
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
@@ -41,6 +41,7 @@ from heloco.records.events import Abandon, Dispatch, Event, Part
 from heloco.records.journal import read_events
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
 from heloco.wire.layout import Layout, pieces
+from ray_folder import beyond_loopback, family, listening
 
 LONGEST_S = 90.0
 TINY: dict[str, Any] = {
@@ -297,18 +298,24 @@ def test_a_client_without_the_token_is_told_so(cluster):
     assert "UserError" in done.stderr and "wants its token, and ours is missing" in done.stderr
 
 
-def test_ray_listens_on_loopback_alone(cluster):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
-        try:
-            found.connect(("198.51.100.1", 9))
-        except OSError:
-            pytest.skip("this machine has no other address")
-        outside = found.getsockname()[0]
-    if outside.startswith("127."):
-        pytest.skip("this machine has no other address")
-    for address in (cluster.address, cluster.client_address.removeprefix("ray://")):
-        assert listens("127.0.0.1", split(address)[1])
-        assert not listens(outside, split(address)[1])
+def test_no_process_of_ray_listens_beyond_loopback(cluster):
+    """All of them, also those of workers and of Ray's own helpers."""
+    import ray
+
+    def nothing() -> None: ...
+
+    ray.get(ray.remote(nothing).remote(), timeout=LONGEST_S)
+    found = listening(family(os.getpid()))
+    ports = {int(where.rpartition(":")[2]) for where in found}
+    assert {split(cluster.address)[1], split(cluster.client_address.removeprefix("ray://"))[1]} <= ports
+    assert len(found) >= 5 and not beyond_loopback(found), found
+
+
+def test_rays_files_are_this_users_alone(cluster):
+    assert cluster.folder is not None
+    cluster.folder.check()
+    assert cluster.folder.path.stat().st_mode & 0o777 == 0o700
+    assert cluster.token_file.parent == cluster.folder.path and (cluster.folder.rays_own / "session_latest").exists()
 
 
 def test_rays_own_settings_for_tls_are_found(monkeypatch):
@@ -468,7 +475,7 @@ def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, 
 def lose_ray(process: str, folder: Path) -> None:
     with RaySupervisor(spec_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
         until(lambda: engine.status().arrivals >= 30, "thirty arrivals")
-        found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster._folder}"], text=True)
+        found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster.folder.path}"], text=True)
         os.kill(int(found.split()[0]), signal.SIGKILL)
         assert engine.wait(2 * LONGEST_S).kind == "finished"
         assert engine.restarts == 1

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import TINY, heloco
+from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
@@ -53,15 +54,16 @@ def grow(folder: Path, finished: Path, lines: int | None = None) -> None:
 
 @pytest.fixture
 def served(growing: Path) -> Iterator[str]:
-    """host:port of a real `heloco watch`."""
+    """host:port of a real `heloco watch`; it ends without a traceback, even while pages are open."""
     command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())
     assert found
     yield found[1]
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) in (0, 130)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode in (0, 130) and said in ("", "heloco: interrupted.\n"), said
 
 
 def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
@@ -102,9 +104,41 @@ def test_what_is_new_is_told_at_once(served: str, growing: Path, finished: Path)
 def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) -> None:
     number, data = next_event(get(served, "/events", {"Last-Event-ID": "-7"}))
     assert number == 0 and len(losses(data)) == 3
-    assert next_event(get(served, "/events?seen=rubbish"))[0] == 0
     for path in ("/tape.jsonl", "/../config.toml", "/events/x"):
         assert get(served, path).status == 404
+    for seen in ("rubbish", "%C2%B2", "1" * 20):
+        assert get(served, f"/events?seen={seen}").status == 400
+
+
+def test_it_ends_without_a_traceback_while_pages_are_open(served: str) -> None:
+    """`served` looks at what it says at its end; the streams are open until then."""
+    streams = [get(served, f"/events?seen={seen}") for seen in (-1, 0, 0)]
+    assert next_event(streams[0])[0] == 0
+    open_until_the_end.extend(streams)
+
+
+open_until_the_end: list[http.client.HTTPResponse] = []
+
+
+@pytest.mark.parametrize("path", ["/", "/events", "/nothing"])
+def test_only_names_of_this_machine_are_answered(served: str, path: str) -> None:
+    """A web page whose name was made to point here must not read the run's data."""
+    port = served.rpartition(":")[2]
+    evil = ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example", "", "10.1.2.3", "::1")
+    for name in evil:
+        answer = get(served, path, {"Host": name})
+        assert answer.status == 421 and b"names of its own machine" in answer.read(), name
+    for name in (f"localhost:{port}", "LOCALHOST", f"127.0.0.1:{port}", "127.9.9.9", "[::1]:80", "a.localhost", "localhost."):
+        assert get(served, path, {"Host": name}).status == (404 if path == "/nothing" else 200), name
+    assert get(served, path, {"Host": f"{socket.gethostname()}:{port}"}).status != 421
+
+
+def test_a_page_that_is_served_to_others_answers_to_its_addresses_and_names() -> None:
+    everywhere = names_of_this_machine("0.0.0.0")
+    assert {socket.gethostname().lower(), socket.getfqdn().lower()} <= everywhere
+    own = OwnNames(lambda *_: None, names_of_this_machine("Head.Example"), anywhere=True)  # type: ignore[arg-type,return-value]
+    assert all(own._is_own(name_in(name)) for name in ("head.example:8765", "HEAD.EXAMPLE", "10.1.2.3:80", "[fe80::1]:80"))
+    assert not own._is_own(name_in("evil.example"))
 
 
 def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path, browser_path: str | None) -> None:
@@ -153,9 +187,10 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
     for arguments, said in (
         ([str(tmp_path)], "no run folder"),
         (["https://127.0.0.1:9"], "needs a token"),
-        (["https://127.0.0.1:9", "--token", f"heloco1.{'x' * 43}.{'0' * 64}"], "cannot be reached"),
+        (["https://127.0.0.1:9", "--token", f"heloco-viewer.{'x' * 43}.{'0' * 64}"], "cannot be reached"),
         (["http://127.0.0.1:9"], "begins with https://"),
         ([str(finished), "--port", "many"], "0 to 65535"),
+        ([str(finished), "--port", "²"], "0 to 65535"),
         ([str(finished), "--host", "no.such.host.invalid"], "served"),
     ):
         assert run(["watch", *arguments]) == 2

@@ -52,8 +52,8 @@ class Node:
 
         self._folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
         command = [
-            sys.executable, "-P", str(Path(cluster.__file__).with_name("head_main.py")), "--block", "--disable-usage-stats",
-            f"--address={self.head}", f"--node-ip-address={self.address}", f"--temp-dir={self._folder}",
+            sys.executable, "-P", str(Path(cluster.__file__).with_name("head_main.py")), str(self._folder), "--block",
+            "--disable-usage-stats", f"--address={self.head}", f"--node-ip-address={self.address}", f"--temp-dir={self._folder}",
             f"--object-store-memory={STORE}", "--include-log-monitor=false",
         ]  # fmt: skip
         settings = {**cluster._KEEPALIVE, **cluster._PINGS, **cluster._QUIET, "GRPC_ENABLE_FORK_SUPPORT": "0"}

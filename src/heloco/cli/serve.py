@@ -79,7 +79,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def whole(text: str, name: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
 

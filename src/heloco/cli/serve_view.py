@@ -43,14 +43,21 @@ def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ende
 
 
 def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
+    trouble = ""
     while True:
         status = engine.status()
-        view.refresh()
-        show(status)
+        try:
+            view.refresh()
+            show(status)
+            trouble = ""
+        except Exception as error:  # no descriptor left, a damaged line: the run goes on, and the next look tries again
+            if str(error) != trouble:
+                trouble = str(error)
+                print(f"What the run has written cannot be shown at the moment: {error}", flush=True)
         if status.ended is not None:
             return status.ended
-        if not status.machines and (trouble := engine.trouble()):
-            engine.stop(f"its local workers could not start: {trouble}")
+        if not status.machines and (reason := engine.trouble()):
+            engine.stop(f"its local workers could not start: {reason}")
         if stopping():
             return None
         time.sleep(LOOK_EVERY_S)
@@ -109,15 +116,15 @@ class RunView:
         self._paused = ""
 
     def refresh(self) -> None:
-        if not self.meta:
+        if self._tape is None or self._evals is None:
             if not ((self.folder / CONFIG).exists() and (self.folder / META).exists()):
                 return
             self.meta = json.loads((self.folder / META).read_text())
-            self._tape, self._evals = Tail(self.folder / TAPE), Tail(self.folder / EVALS)
+            self._evals = Tail(self.folder / EVALS)
+            self._tape = Tail(self.folder / TAPE)
             if self._evals.last is not None:
                 self._new_sentences.append(_evaluation_sentence(self._evals.last, self.meta))
             return
-        assert self._tape is not None and self._evals is not None
         for line in self._tape.more():
             if line.get("loss") is not None:
                 self._losses = [*self._losses[-99:], float(line["loss"])]

@@ -53,7 +53,7 @@ def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[],
 
     html.check_parts()
     live.check_parts()
-    if not parsed.port.isdigit() or int(parsed.port) > 65535:
+    if not parsed.port.isdecimal() or int(parsed.port) > 65535:
         raise UserError(f"port cannot be {parsed.port!r}: give a number from 0 to 65535.")
     live.serve(runs, parsed.host, int(parsed.port), lambda address: print(f"Watching at {address} (Ctrl-C ends it).", flush=True))
     return 0

@@ -6,6 +6,7 @@ page and its events is served, by default to this machine alone.
 
 import asyncio
 import contextlib
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
 from heloco.report.html import as_json, page_data, render
+from heloco.report.own_names import OwnNames, is_loopback, names_of_this_machine
 from heloco.report.reading import CONFIG, Run, read_runs
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data anew: a long run's take a while
 PARTS = ("starlette", "uvicorn")
+VERSION = re.compile("-?[0-9]{1,15}")
 
 
 def check_parts() -> None:
@@ -41,13 +44,22 @@ class Feed:
         self.runs = runs
         self.data = page_data(runs)
         self.version = 0
+        self.over = False
         self._changed = asyncio.Event()
+
+    def end(self) -> None:
+        """Ends all streams of events."""
+        self.over = True
+        self._changed.set()
 
     async def watch(self, look_every_s: float = LOOK_EVERY_S) -> None:
         while True:
             await asyncio.sleep(look_every_s)
             began = time.perf_counter()
-            data = await asyncio.to_thread(self._look)
+            try:
+                data = await asyncio.to_thread(self._look)
+            except (OSError, MemoryError, RuntimeError):  # no memory, or no thread: the next look may have it
+                continue
             if data is not None:
                 self.data = data
                 self.version += 1
@@ -66,7 +78,7 @@ class Feed:
 
     async def events(self, seen: int) -> AsyncIterator[str]:
         """As server-sent events: the data whenever it is newer than what was seen, and a sign of life in between."""
-        while True:
+        while not self.over:
             if self.version > seen:
                 seen = self.version
                 yield f"id: {seen}\ndata: {as_json(self.data)}\n\n"
@@ -84,22 +96,31 @@ class Page:
         self._find, self._look_every_s = find, look_every_s
         self._feed: Feed | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
 
     async def _ready(self) -> Feed:
-        if self._feed is None:
-            self._feed = Feed(await asyncio.to_thread(self._find))
-            self._watching = asyncio.create_task(self._feed.watch(self._look_every_s))
-        return self._feed
+        async with self._opening:  # two pages may be the first ones at the same time
+            if self._feed is None:
+                self._feed = Feed(await asyncio.to_thread(self._find))
+                self._watching = asyncio.create_task(self._feed.watch(self._look_every_s))
+            return self._feed
+
+    def end(self) -> None:
+        """Nobody waits for news any more: the server is about to end."""
+        if self._feed is not None:
+            self._feed.end()
 
     async def page(self, _: "Request") -> "Response":
-        from starlette.responses import HTMLResponse
+        from starlette.responses import HTMLResponse, Response
 
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         try:
             feed = await self._ready()
+            content = await asyncio.to_thread(render, {**feed.data, "version": feed.version}, live=True)
         except UserError as error:  # the run has only just begun, say
-            return HTMLResponse(WAITING.format(reason=escape(str(error))), headers=headers)
-        content = await asyncio.to_thread(render, {**feed.data, "version": feed.version}, live=True)
+            content = WAITING.format(reason=escape(str(error)))
+        except (OSError, MemoryError):
+            return Response("There is no memory or no file left for the page at the moment: try again.", 503)
         return HTMLResponse(content, headers=headers)
 
     async def events(self, request: "Request") -> "Response":
@@ -107,21 +128,18 @@ class Page:
 
         try:
             feed = await self._ready()
-        except UserError:
-            return Response(status_code=503)
+        except (UserError, OSError, MemoryError):
+            return Response("There is nothing to show at the moment: try again.", 503)
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
-        begin = int(seen) if seen.removeprefix("-").isdigit() else -1
-        return StreamingResponse(feed.events(begin), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        if not VERSION.fullmatch(seen):
+            return Response("seen must be a whole number: the version that the page has.", 400)
+        return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
 WAITING = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
     "<title>HeLoCo</title><p>{reason}</p><p>This page looks again every two seconds.</p></html>"
 )
-
-
-def app(runs: Sequence[Run], look_every_s: float = LOOK_EVERY_S) -> "Starlette":
-    return _app(Page(lambda: runs, look_every_s))
 
 
 def app_of_folder(folder: Path) -> "Starlette":
@@ -161,8 +179,15 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
     check_parts()
     import uvicorn
 
+    page = Page(lambda: runs)
+    own = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            page.end()  # else uvicorn cancels the streams of open pages, and prints a traceback for each
+            await super().shutdown(sockets)
+
     listening = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     began(f"http://{shown}:{listening.getsockname()[1]}")
-    config = uvicorn.Config(app(runs), log_level="warning", timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(uvicorn.Config(own, log_level="warning", timeout_graceful_shutdown=1)).run(sockets=[listening])

@@ -12,11 +12,13 @@ from starlette.routing import Route
 from heloco.cluster.gateway.auth import DISCARDED, TOKEN, unread
 from heloco.cluster.protocol.messages import Right, encode
 from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server.descriptors import has_run_out
 from heloco.cluster.server.token_book import Token
 from heloco.errors import RunStopped, UserError
 
 Handler = Callable[[Request], Awaitable[Any]]
 log = logging.getLogger("heloco.gateway")
+RAN_OUT = "The gateway has no memory, file or thread left for this request at the moment: ask again."
 STATUS = {
     Code.MALFORMED: 400, Code.SECRET: 401, Code.RIGHT: 403, Code.BARRED: 403, Code.PATH: 404, Code.UNKNOWN_MACHINE: 404,
     Code.NO_SUCH: 404, Code.METHOD: 405, Code.TIMEOUT: 408, Code.CUT: 408, Code.ENDED: 410, Code.LENGTH: 411, Code.TOO_LONG: 413,
@@ -56,7 +58,9 @@ def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
             return refusal(request, Refused(Code.FAILED, str(error)))
         except ClientDisconnect:
             return Response(status_code=408)
-        except Exception:
+        except Exception as error:
+            if has_run_out(error):
+                return refusal(request, Refused(Code.BUSY, RAN_OUT))
             log.exception("%s %s", request.method, request.url.path)
             return refusal(request, Refused(Code.INTERNAL, "The gateway met an error of its own; its log has the details."))
 

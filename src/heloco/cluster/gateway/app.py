@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount
 
+from heloco.cluster.gateway.admission import Admit
 from heloco.cluster.gateway.answers import refusal
 from heloco.cluster.gateway.api import Api
 from heloco.cluster.gateway.auth import PAGE, Auth
@@ -42,7 +43,7 @@ def app(host: RunHost, page: Any = None) -> Starlette:
     assert host.tokens is not None
     made = Starlette(
         routes=[*api.routes(), *([Mount(PAGE, page)] if page is not None else [])],
-        middleware=[Middleware(Auth, tokens=host.tokens)],
+        middleware=[Middleware(Auth, tokens=host.tokens), Middleware(Admit)],
         exception_handlers={HTTPException: no_such},
         lifespan=lifespan,
     )

@@ -42,6 +42,11 @@ class Buckets:
             self._left.popitem(last=False)
         return left >= 1
 
+    def has(self, name: str) -> bool:
+        """Whether one could be taken."""
+        left, then = self._left.get(name, (self.at_once, 0.0))
+        return left + (self._clock() - then) * self.per_s >= 1
+
 
 def header(scope: Scope, name: bytes) -> bytes:
     """A header that may stand there once; twice is as bad as wrong."""

@@ -19,6 +19,8 @@ from heloco.cluster.server.transfers import Upload
 T = TypeVar("T")
 SMALL, LARGE = 1 << 16, 1 << 22
 """Bytes of a JSON body; the large ones hold a layout or names."""
+DECODED = 32
+"""A message in memory takes up to so many times the bytes of its JSON."""
 CHUNK = 1 << 16
 """Bytes that are read from a file or handed to a connection at once. Memory of this size is used again; that of larger pieces
 comes from the system anew each time, which costs more than the encryption."""
@@ -67,6 +69,7 @@ async def message(request: Request, calls: Calls, kind: type[T], most: int) -> T
     """A JSON body. One that may be large is not read in the loop, where signs of life must not wait for it."""
     length_of(request, most)
     content = b"".join([chunk async for chunk in chunks(request)])
+    bytearray(DECODED * len(content))  # a MemoryError here is a refusal; where msgspec runs out of memory, it crashes
     return decode(content, kind) if len(content) <= SMALL else await calls.on_file(decode, content, kind)
 
 
@@ -140,10 +143,14 @@ class FileBody:
             file.seek(begin)
             return file
 
+        calls.begin_download()
         try:
             return cls(calls, await calls.on_file(opened), begin, size, moved)
-        except FileNotFoundError:
-            raise Refused(Code.NOT_HELD, "what this round starts from is gone: take a fresh one.") from None
+        except BaseException as error:
+            calls.end_download()
+            if isinstance(error, FileNotFoundError):
+                raise Refused(Code.NOT_HELD, "what this round starts from is gone: take a fresh one.") from None
+            raise
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.ensure_future(_disconnected(receive))
@@ -161,9 +168,12 @@ class FileBody:
                     return
         finally:
             gone.cancel()
-            with contextlib.suppress(OSError):
-                await (reading or asyncio.sleep(0))
-            self.file.close()
+            try:
+                with contextlib.suppress(OSError, MemoryError):
+                    await (reading or asyncio.sleep(0))
+            finally:
+                self.file.close()
+                self.calls.end_download()
 
     def _read(self, most: int) -> "asyncio.Future[list[bytes]]":
         return asyncio.ensure_future(self.calls.on_file(_read, self.file, most))

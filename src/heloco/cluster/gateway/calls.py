@@ -11,22 +11,46 @@ from typing import Any, TypeVar
 
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.service import Service
+from heloco.errors import UserError
 
 T = TypeVar("T")
 SHORT, COMMITS, FILES = 16, 4, 8
 """Threads."""
+DOWNLOADS_BESIDES = 64
+"""Files that may go out at the same time, besides one for each seat of the run. Whoever reads slowly
+over many connections must not use up the descriptors."""
 ANSWER_S = 8.0
 """At the latest then a request is answered, if only to say that it is still under way: who hears nothing for longer than twice
 that must take the connection for dead."""
 SIGN_S = 1.0
+START_S = 60.0
+"""For threads to start, on a machine that is very busy."""
+
+
+def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool whose threads all run already: later the system may have none left to give."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    all_run = threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(all_run.wait)  # none is free for the next one before all run
+        all_run.wait(START_S)
+    except (RuntimeError, threading.BrokenBarrierError) as error:
+        all_run.abort()
+        pool.shutdown(wait=False)
+        raise UserError(
+            f"The threads of the gateway cannot be started ({error}): end other processes, or raise the limit (`ulimit -u`)."
+        ) from error
+    return pool
 
 
 class Calls:
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._short = ThreadPoolExecutor(SHORT, thread_name_prefix="gateway-short")
-        self._commits = ThreadPoolExecutor(COMMITS, thread_name_prefix="gateway-commits")
-        self._files = ThreadPoolExecutor(FILES, thread_name_prefix="gateway-files")
+        self._short = started_pool(SHORT, "gateway-short")
+        self._commits = started_pool(COMMITS, "gateway-commits")
+        self._files = started_pool(FILES, "gateway-files")
+        self._downloads = 0
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def locked(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -46,6 +70,15 @@ class Calls:
     async def on_file(self, function: Callable[..., T], *arguments: Any) -> T:
         """Reads or writes a piece of a file: fast, unless the disk is not."""
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)
+
+    def begin_download(self) -> None:
+        """To be ended with `end_download`."""
+        if self._downloads >= self.service.state.roster.seats + DOWNLOADS_BESIDES:
+            raise Refused(Code.BUSY, "Too many files are going out at the moment: ask again.")
+        self._downloads += 1
+
+    def end_download(self) -> None:
+        self._downloads -= 1
 
     async def long(self, name: Hashable, machine: str | None, function: Callable[..., T], *arguments: Any) -> T | None:
         """Calls what may take longer than an answer may: None then, and the same request again waits for the same call."""

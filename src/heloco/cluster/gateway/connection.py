@@ -1,27 +1,29 @@
-"""uvicorn's protocol, with what it lacks for a server that strangers can reach: limits before a request is whole, and a buffer
-of its own, so that a large body does not take fresh memory from the system for every piece."""
+"""One connection, after TLS: uvicorn's protocol, with what it lacks for a server that strangers can
+reach.
+
+It adds limits before a request is complete, one request at a time, and an answer that ends for
+every request. All connections read into one buffer, so that a large body does not take fresh memory
+from the system for every piece.
+"""
 
 import asyncio
 import json
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-BUFFER = 1 << 16
+from heloco.cluster.gateway.admission import ADMIT, Admission, App, Receive, Scope, Send, Visitor
+from heloco.cluster.gateway.auth import unread
+from heloco.cluster.gateway.uvicorn_http import Http, Owner
+
+BUFFER = memoryview(bytearray(1 << 16))
+"""Of all connections: whatever is read is used up before the next read."""
 HEADERS = 1 << 16
 """Bytes that may come before a request begins: its line and its headers."""
 HEADERS_S = 20.0
 """Seconds that they may take."""
-
-
-def fastest_http() -> type[Any]:
-    """uvicorn's protocol over httptools (C) where that is installed, else h11 (Python)."""
-    if find_spec("httptools") is not None:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-        return HttpToolsProtocol
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    return H11Protocol
+NO_HTTP = "That is no HTTP/1.1 request, or its headers are too long."
+PIPELINED = "One request at a time on a connection: wait for the answer before you send the next one."
 
 
 def fastest_loop() -> str:
@@ -31,12 +33,9 @@ def fastest_loop() -> str:
 class Connection(asyncio.BufferedProtocol):
     """A connection, handed on to uvicorn's protocol."""
 
-    def __init__(self, **options: Any) -> None:
-        self._http = fastest_http()(**options)
-        self._http.send_400_response = self._refuse
-        self._end, self._http.shutdown = self._http.shutdown, self._shutdown
-        self._loop: asyncio.AbstractEventLoop = self._http.loop
-        self._buffer = memoryview(bytearray(BUFFER))
+    def __init__(self, make_http: Callable[[Owner], Http], visitor: Visitor, admission: Admission) -> None:
+        self._make_http, self._visitor, self._admission = make_http, visitor, admission
+        self._http: Any = None
         self._transport: Any = None
         self._early = 0
         """Bytes that belong to no request yet, or to none any more."""
@@ -44,31 +43,40 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self._http.connection_made(transport)
+        self._visitor.end = self._transport.abort
+        self._http = self._make_http(self)
+        self._http.connection_made(self._transport)
         self._expect_request()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._admission.leave(self._visitor)
         self._request_began()
-        self._http.connection_lost(error)
+        if self._http is not None:
+            self._http.connection_lost(error)
+        self._http = self._transport = None  # they refer to this one: else they wait for the garbage collector
 
     def get_buffer(self, _: int) -> memoryview:
-        return self._buffer
+        return BUFFER
 
     def buffer_updated(self, count: int) -> None:
-        before = self._http.cycle
-        self._http.data_received(self._buffer[:count])
-        now = self._http.cycle
-        if now is not None and (now is not before or not now.response_complete):
+        if self._transport.is_closing():
+            return
+        try:
+            is_request = self._http.feed(BUFFER[:count])
+        except MemoryError:
+            self._transport.abort()
+            return
+        if is_request:
             self._request_began()
         else:
             self._expect_request()
             self._early += count
-            if self._early > HEADERS and not (now is not None and now.more_body):
-                self._refuse("the request's headers are too long")
+            if self._early > HEADERS and not self._http.is_discarding:
+                self.refuse(pipelined=False)
 
     def _expect_request(self) -> None:
         if self._deadline is None:
-            self._deadline = self._loop.call_later(HEADERS_S, self._transport.abort)
+            self._deadline = self._http.loop.call_later(HEADERS_S, self._transport.abort)
 
     def _request_began(self) -> None:
         self._early = 0
@@ -85,17 +93,80 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._http.resume_writing()
 
-    def _shutdown(self) -> None:
-        """The server ends. One that is idle ends at once: it would not notice a polite end before its next request."""
-        idle = self._http.cycle is None or self._http.cycle.response_complete
-        if idle and not self._transport.get_write_buffer_size():
+    # ---- what uvicorn's protocol asks for
+
+    async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["extensions"] = {**scope.get("extensions", {}), ADMIT: self._admit}
+        if self._visitor.is_admitted:
+            send = closing_unauthorized(send)
+        if scope["method"] == "HEAD":
+            send = without_body(send)
+        if unread(scope) and any(name == b"expect" for name, _ in scope["headers"]):
+            receive, send = closing_unread(receive, send)
+        await app(scope, receive, send)
+
+    def _admit(self) -> bool:
+        return self._admission.admit(self._visitor)
+
+    def shut_down(self) -> None:
+        """An idle connection ends at once: its client would not notice a polite end before its next request."""
+        if not self._http.is_answering and not self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
-            self._end()
+            self._http.finish()
 
-    def _refuse(self, _: str) -> None:
+    def refuse(self, *, pipelined: bool) -> None:
         """What is not HTTP is answered like every other refusal."""
-        text = json.dumps({"code": "http", "text": "That is no HTTP/1.1 request, or its headers are too long."})
+        if self._transport.is_closing():
+            return
+        text = json.dumps({"code": "http", "text": PIPELINED if pipelined else NO_HTTP})
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\nconnection: close"
         self._transport.write(f"{head}\r\n\r\n{text}".encode())
         self._transport.close()
+
+
+def without_body(send: Send) -> Send:
+    """For HEAD: the answer ends with its headers, even where the body would have no end. A refusal
+    says that its body is empty, because some clients wait for the body in spite of HEAD."""
+
+    async def sending(message: Any) -> None:
+        if message["type"] != "http.response.start":
+            return
+        if message["status"] >= 400:
+            kept = [(name, value) for name, value in message["headers"] if name not in (b"content-length", b"content-type")]
+            message = {**message, "headers": [*kept, (b"content-length", b"0")]}
+        await send(message)
+        await send({"type": "http.response.body", "body": b""})
+
+    return sending
+
+
+def closing_unauthorized(send: Send) -> Send:
+    """For a connection that is admitted: when its credentials are no longer good, it must come again as
+    a stranger, because it has a place that only machines may have."""
+
+    async def sending(message: Any) -> None:
+        await send(_closing(message) if message.get("status") == 401 else message)
+
+    return sending
+
+
+def _closing(message: Any) -> Any:
+    return {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+
+
+def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
+    """For "Expect: 100-continue": a client that gets its answer before it was told to send the body
+    may send it or not. So the next bytes could be anything, and the connection must end."""
+    asked = False
+
+    async def receiving() -> Any:
+        nonlocal asked
+        asked = True
+        return await receive()
+
+    async def sending(message: Any) -> None:
+        starts = message["type"] == "http.response.start"
+        await send(_closing(message) if starts and not asked else message)
+
+    return receiving, sending

@@ -5,7 +5,7 @@ import ipaddress
 import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 FOLDER = "credentials"
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
-VALID = timedelta(days=365)
-RENEW = timedelta(days=7)
-"""A certificate of ours that ends so soon is made anew when the run is served again: workers should not lose it on the way."""
-SKEW = timedelta(days=1)
-"""Clocks of other machines may be so much behind."""
+BEGIN, END = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+"""Our certificate outlives every run, so that a token stays valid. The end is RFC 5280's way to say that there is none."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +29,6 @@ class Credentials:
     key: Path
     fingerprint: str
     """The SHA-256 of the certificate, in hexadecimal."""
-    news: str = ""
-    """What whoever serves the run must be told."""
 
     @classmethod
     def found_or_made(
@@ -44,14 +39,16 @@ class Credentials:
         `hosts`: names and addresses for the certificate, which only browsers look at. `cert`, `key`: the user's own files."""
         if bool(cert) != bool(key):
             raise UserError("A certificate and its key belong together: give both --cert and --key, or none of them.")
-        own, own_key, news = Path(cert), Path(key), ""
+        own, own_key = Path(cert), Path(key)
         with disk_errors(folder, "start again."):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
             if not cert:
                 own, own_key = folder / CERTIFICATE, folder / KEY
-                news = _renewed(own, own_key, hosts)
-        return cls(own, own_key, _checked(own, own_key), news)
+                _make_once(own, own_key, hosts)
+        if cert:
+            _check_time(own)
+        return cls(own, own_key, _checked(own, own_key))
 
     def context(self) -> ssl.SSLContext:
         """For the server: TLS from 1.2 on."""
@@ -110,21 +107,13 @@ def _named(host: str) -> "GeneralName":
         raise UserError(f"{host!r} is neither a name nor an address of a machine: mend --host.") from error
 
 
-def _renewed(certificate: Path, key: Path, hosts: Iterable[str]) -> str:
-    """Makes our certificate where there is none, and anew where its time is over; what there is to say about that."""
-    now, there = datetime.now(UTC), certificate.exists() and key.exists()
-    if there and _read(certificate).not_valid_after_utc - now > RENEW:
+def _make_once(certificate: Path, key: Path, hosts: Iterable[str]) -> None:
+    if certificate.exists() and key.exists():
         key.chmod(0o600)
-        return ""
-    made, made_key = self_signed(hosts, now - SKEW, now + VALID)
+        return
+    made, made_key = self_signed(hosts, BEGIN, END)
     write_atomically(key, made_key, mode=0o600)
     write_atomically(certificate, made, mode=0o600)
-    if not there:
-        return ""
-    return (
-        f"The certificate in {certificate.parent} had expired, or soon would: a new one was made, so the token has changed. "
-        "Paste the new one where machines join."
-    )
 
 
 def _read(path: Path) -> "Certificate":
@@ -140,12 +129,20 @@ def _read(path: Path) -> "Certificate":
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
 
 
-def _checked(certificate: Path, key: Path) -> str:
-    """The certificate's fingerprint. It must be valid today, and the key must be its own."""
+def _check_time(certificate: Path) -> None:
+    """Our machines do not look at the time of a certificate, but browsers do, and somebody meant it when it was made."""
     found, now = _read(certificate), datetime.now(UTC)
     if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
         span = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
-        raise UserError(f"The certificate {certificate} is valid from {span}, not today: give one that is, or mend the clock.")
+        raise UserError(
+            f"The certificate {certificate} is valid from {span}, not today: give one that is valid today, or set this machine's "
+            "clock. Without --cert and --key, one that does not expire is made."
+        )
+
+
+def _checked(certificate: Path, key: Path) -> str:
+    """The certificate's fingerprint. The key must belong to it."""
+    found = _read(certificate)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ValueError) as error:

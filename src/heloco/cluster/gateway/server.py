@@ -6,29 +6,37 @@ import logging
 import socket
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from heloco.cluster.gateway import check_parts
+from heloco.cluster.gateway.admission import Admission, Places
+from heloco.cluster.gateway.calls import started_pool
 from heloco.cluster.gateway.credentials import Credentials
+from heloco.cluster.server.descriptors import descriptor_limit
 from heloco.cluster.server.process import ListenConfig, RunHost
 from heloco.errors import UserError
 
-CONNECTIONS = 768
-"""A machine has two, and a process may usually have 1024 files open."""
 KEEP_ALIVE_S = 75
 GRACE_S = 2
 """For requests under way, when it ends; transfers go on where they were cut."""
 BACKLOG = 256
+PAGE_THREADS = 4
+"""For the live page."""
 
 log = logging.getLogger("heloco.gateway")
 
 
 class GatewayServer:
-    """`start` listens, `stop` ends it; the run stays as it is. `page`: see `app`."""
+    """`start` listens, `stop` ends it; the run stays as it is. `page`: see `app`. `places`: how many
+    connections may be open; by default as many as the process has descriptors for."""
 
-    def __init__(self, run: RunHost, credentials: Credentials, host: str = "0.0.0.0", port: int = 8443, page: Any = None) -> None:
-        check_parts("starlette", "uvicorn")
+    def __init__(
+        self, run: RunHost, credentials: Credentials, host: str = "0.0.0.0", port: int = 8443, page: Any = None,
+        places: Places | None = None,
+    ) -> None:  # fmt: skip
+        check_parts("starlette", "uvicorn", "httptools")
         self.run, self.credentials, self.host, self.port, self.page = run, credentials, host, port, page
+        self._places = places
         self._started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -44,47 +52,50 @@ class GatewayServer:
         return f"https://[{self.host}]:{self.port}" if ":" in self.host else f"https://{self.host}:{self.port}"
 
     def start(self) -> None:
+        places = self._places or Places.within(descriptor_limit(), self.run.service.state.roster.seats)
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
-        self._server = self._built()
-        self._thread = threading.Thread(target=self._run, args=(listening,), name="heloco-gateway", daemon=True)
+        try:
+            self._server = self._built(listening, Admission(places))
+        except BaseException:
+            listening.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name="heloco-gateway", daemon=True)
         self._thread.start()
         self._started.wait()
-        if not self._server.started:
+        if self._loop is None:
             listening.close()
             raise RuntimeError("The gateway did not start: its log has the details.")
 
-    def _built(self) -> Any:
+    def _built(self, listening: socket.socket, admission: Admission) -> Any:
         import uvicorn
 
         from heloco.cluster.gateway.app import app
         from heloco.cluster.gateway.connection import Connection, fastest_loop
+        from heloco.cluster.gateway.listener import Listener
+        from heloco.cluster.gateway.uvicorn_http import Server
 
         made = app(self.run, self.page)
         self.api = made.state.api
         config = uvicorn.Config(
-            made, http=cast(Any, Connection), loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False,
-            server_header=False, access_log=False, log_config=None, log_level="critical", limit_concurrency=CONNECTIONS,
-            backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
+            made, loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
+            log_config=None, log_level="critical", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip
         config.load()
-        config.ssl = self.credentials.context()
-        told = self._tell_started
+        context, page_threads = self.credentials.context(), started_pool(PAGE_THREADS, "gateway-page")
 
-        class Server(uvicorn.Server):
-            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-                await super().startup(sockets)
-                told()
+        def open_listener(make_http: Any) -> Listener:
+            self._loop = asyncio.get_running_loop()
+            self._loop.set_default_executor(page_threads)
+            listener = Listener([listening], context, admission, lambda visitor: Connection(make_http, visitor, admission))
+            self._started.set()
+            return listener
 
-        return Server(config)
+        return Server(config, open_listener)
 
-    def _tell_started(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._started.set()
-
-    def _run(self, listening: socket.socket) -> None:
+    def _run(self) -> None:
         try:
-            self._server.run(sockets=[listening])
+            self._server.run()
         except BaseException as error:
             log.error("The gateway has ended: %r", error, exc_info=error)
         finally:

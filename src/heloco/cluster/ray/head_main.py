@@ -1,4 +1,5 @@
-"""A script: `ray start ARGUMENTS` that ends, with all that it started, when whoever started it has ended, however that came.
+"""A script: `ray start ARGUMENTS` that ends, with all that it started, when whoever started it has ended, however that came. Its
+first argument is the folder that is removed then; "" if there is none.
 
 It is run by its path and imports nothing of heloco: Ray's start-up alone is slow enough.
 """
@@ -19,16 +20,13 @@ def end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def folder() -> str:
-    return next(argument.removeprefix("--temp-dir=") for argument in sys.argv if argument.startswith("--temp-dir="))
-
-
 if __name__ == "__main__":
     main = importlib.import_module("ray.scripts.scripts").main
-    sys.argv = ["ray", "start", *sys.argv[1:]]
+    _, folder, *arguments = sys.argv
+    sys.argv = ["ray", "start", *arguments]
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:
         main()
     finally:
-        if parent_ended.is_set():
-            shutil.rmtree(folder(), ignore_errors=True)
+        if parent_ended.is_set() and folder:
+            shutil.rmtree(folder, ignore_errors=True)

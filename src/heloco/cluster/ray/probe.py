@@ -45,7 +45,7 @@ def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) 
 
 def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         raise UserError(f"{address!r} is no address of a Ray cluster: give HOST:PORT.")
     return host.strip("[]"), int(port)
 

@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from heloco.cluster.ray.private_folder import START_LOG, TOKEN, PrivateFolder, check_secret
 from heloco.cluster.ray.probe import listens, probe, split
 from heloco.errors import UserError
 
@@ -94,7 +94,8 @@ class Cluster:
     def __init__(self, address: str, client_address: str = "", token_file: Path | None = None) -> None:
         self.address, self.client_address, self.token_file = address, client_address, token_file
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder: Path | None = None
+        self.folder: PrivateFolder | None = None
+        """Of a Ray that was started here."""
         self._set = _Environment()
         self._connected = False
 
@@ -108,8 +109,8 @@ class Cluster:
 
     def words(self) -> str:
         """The last that Ray said at its start."""
-        assert self._folder is not None
-        said = [line.strip() for line in (self._folder / "start.log").read_text(errors="replace").splitlines()]
+        assert self.folder is not None
+        said = [line.strip() for line in self.folder.read(self.folder.path / START_LOG).splitlines()]
         return next((line for line in reversed(said) if line and not line.startswith("[")), "nothing")
 
     def stop(self, *, for_good: bool = True) -> None:
@@ -127,8 +128,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if self.folder is not None:
+            self.folder.remove()
         if for_good:
             self._set.restore()
 
@@ -144,9 +145,11 @@ def start_ray(
     tls: Tls | None = None,
     trusted: bool = False,
     store_bytes: int = LEAST_STORE,
+    run: Path | None = None,
 ) -> Cluster:
     """Starts Ray on this machine, or joins the one at `address` (HOST:PORT of a cluster this machine is a node of, or
-    ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself."""
+    ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself. `run`: the
+    folder of the run, where Ray's files may lie."""
     ray = require_ray()
     tls = tls or Tls.of_environment()
     if not address and host not in LOOPBACK and tls is None and not trusted:
@@ -159,8 +162,9 @@ def start_ray(
     if address:
         return _join(ray, address.removeprefix("ray:").removeprefix("//"), "//" in address, token, token_file, tls)
     cluster = Cluster("")
+    cluster.folder = PrivateFolder.make(run)
     try:
-        _start(ray, cluster, host, port, client_port, token, token_file, tls, store_bytes)
+        _start(ray, cluster, cluster.folder, host, port, client_port, token, token_file, tls, store_bytes)
     except BaseException:
         cluster.stop()
         raise
@@ -168,13 +172,13 @@ def start_ray(
 
 
 def _start(
-    ray: Any, cluster: Cluster, host: str, port: int, client_port: int, token: str, token_file: Path | None, tls: Tls | None,
-    store_bytes: int,
+    ray: Any, cluster: Cluster, folder: PrivateFolder, host: str, port: int, client_port: int, token: str,
+    token_file: Path | None, tls: Tls | None, store_bytes: int,
 ) -> None:  # fmt: skip
-    cluster._folder = folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
-    cluster.token_file = token_file or folder / "token"
+    cluster.token_file = token_file or folder.path / TOKEN
     if not cluster.token_file.exists():
         write_secret(cluster.token_file, token or secrets.token_hex(32))
+    check_secret(cluster.token_file)
     for wanted in (port, client_port):
         if wanted and listens("127.0.0.1" if host in LOOPBACK else host, wanted):
             raise UserError(f"The port {wanted} is in use on {host}: choose another, or end what uses it.")
@@ -183,24 +187,27 @@ def _start(
     host = "127.0.0.1" if host in LOOPBACK else host
     store = min(max(store_bytes, LEAST_STORE), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [
-        sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), "--head", "--block", "--disable-usage-stats",
+        sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), str(folder.path), "--head", "--block",
+        "--disable-usage-stats",
         f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
-        f"--temp-dir={folder}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
+        f"--temp-dir={folder.rays_own}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
     ]  # fmt: skip
     # Ray forks a server for each client in the midst of gRPC's threads: with gRPC's own help one in twenty does not come up.
     environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
-    with (folder / "start.log").open("wb") as log:
+    folder.check()
+    with (folder.path / START_LOG).open("wb") as log:
         cluster._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    cluster.address = _when_up(cluster, folder / _CURRENT)
+    cluster.address = _when_up(cluster, folder)
     cluster.client_address = f"ray://{host}:{client_port}"
     _connect(ray, cluster, cluster.address)
 
 
-def _when_up(cluster: Cluster, current: Path) -> str:
+def _when_up(cluster: Cluster, folder: PrivateFolder) -> str:
+    """Ray's address, which it writes down when it is up."""
     until = time.monotonic() + START_S
-    while not current.exists() or not current.read_text().strip():
+    while not (address := folder.read(folder.rays_own / _CURRENT).strip()):
         if cluster.broken():
             raise UserError(f"Ray did not start. The last it said: {cluster.words()}")
         if time.monotonic() > until:
@@ -208,7 +215,7 @@ def _when_up(cluster: Cluster, current: Path) -> str:
                 f"Ray did not start within {START_S:g} s: is the machine very busy? The last it said: {cluster.words()}"
             )
         time.sleep(0.05)
-    return current.read_text().strip()
+    return address
 
 
 def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | None, tls: Tls | None) -> Cluster:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +80,7 @@ class RaySupervisor:
         self._lock = threading.RLock()
         self._watching: threading.Thread | None = None
         self._fruitless, self._arrivals = 0, 0
-        self._options = {"store_bytes": store_bytes(spec), **ray}
+        self._options = {"store_bytes": store_bytes(spec), "run": Path(spec.folder), **ray}
         self._ray = require_ray()
         self._own_cluster = cluster is None
         self.cluster: Cluster = cluster or start_ray(address, **(ray if address else self._options))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heloco.cluster.protocol.messages import Right, Status, TokenInfo, TokenList
+from heloco.cluster.server.descriptors import raise_descriptor_limit
 from heloco.cluster.server.housekeeping import Housekeeper
 from heloco.cluster.server.open_run import external_run, new_run, old_run
 from heloco.cluster.server.resident_memory import give_memory_back
@@ -134,6 +135,7 @@ class RunHost:
     @classmethod
     def open(cls, spec: ServeSpec, progress: Any = None) -> "RunHost":
         give_memory_back()
+        raise_descriptor_limit()
         return cls(open_service(spec, progress), spec.listen)
 
     def _listen(self, listen: ListenConfig, folder: Path) -> None:

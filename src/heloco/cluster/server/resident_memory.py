@@ -19,6 +19,13 @@ def give_memory_back() -> None:
             _libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
+def return_free_memory() -> None:
+    """Gives free memory between blocks that are still in use back to the system, which glibc does only when asked to."""
+    with contextlib.suppress(AttributeError):
+        if _libc is not None:
+            _libc.malloc_trim(0)
+
+
 def forget(address: int, size: int) -> None:
     """Whole pages of what is mapped from a file or from Ray's store, and was only read."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE

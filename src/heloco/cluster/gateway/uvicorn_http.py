@@ -1,0 +1,106 @@
+"""All that is used of uvicorn beyond its documentation: its protocol for one connection, and how its
+server starts.
+
+uvicorn has no way to count connections before TLS, to refuse a second request on a connection that
+is still answering the first, or to answer in our own words what is no HTTP.
+`tests/test_uvicorn_http.py` fails when a new version has other names.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from heloco.cluster.gateway.admission import App, Receive, Scope, Send
+
+
+class Pipelined(Exception):
+    """A request came before the one before it was answered."""
+
+
+class Owner(Protocol):
+    """What a connection does itself."""
+
+    async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None: ...
+    def refuse(self, *, pipelined: bool) -> None:
+        """Answers what is no request, and ends the connection."""
+
+    def shut_down(self) -> None:
+        """The server ends."""
+
+
+class Http(HttpToolsProtocol):
+    """uvicorn's protocol, with one request at a time."""
+
+    def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], owner: Owner) -> None:
+        super().__init__(config, server_state, app_state)
+        self._owner, self._served, self._is_pipelined = owner, self.app, False
+        self.app: Any = self._serve
+
+    async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._owner.serve(self._served, scope, receive, send)
+
+    def feed(self, data: memoryview) -> bool:
+        """Whether a request is under way now, or was begun and answered meanwhile."""
+        before = self.cycle
+        self.data_received(data)  # type: ignore[arg-type]
+        return self.cycle is not None and (self.cycle is not before or self.is_answering)
+
+    @property
+    def is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def is_discarding(self) -> bool:
+        """Whether the rest of a body is coming in whose request was answered already."""
+        return self.cycle is not None and self.cycle.more_body
+
+    def on_message_begin(self) -> None:
+        """httptools calls it before it reads anything else of a request, so a second one takes no memory."""
+        if self.is_answering:
+            self._is_pipelined = True
+            raise Pipelined
+        super().on_message_begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn leaves the timer of a connection that was cut, which holds the connection in memory."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self.app = self._served
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
+        self._owner.refuse(pipelined=self._is_pipelined)
+
+    def shutdown(self) -> None:
+        self._owner.shut_down()
+
+    def finish(self) -> None:
+        """Ends when the request under way is answered."""
+        super().shutdown()
+
+
+class Listening(Protocol):
+    """What uvicorn's server needs of a listener: as much as it uses of `asyncio.Server`."""
+
+    def close(self) -> None: ...
+    async def wait_closed(self) -> None: ...
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with a listener of ours. `open_listener` is called in the server's loop, with
+    a function that makes the protocol of a connection."""
+
+    def __init__(self, config: uvicorn.Config, open_listener: Callable[[Callable[[Owner], Http]], Listening]) -> None:
+        super().__init__(config)
+        self._open_listener = open_listener
+
+    async def startup(self, sockets: Any = None) -> None:  # noqa: ARG002 - the listener has them
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            raise RuntimeError("the application did not start")
+        self.servers: list[Any] = [self._open_listener(self._make_http)]
+        self.started = True
+
+    def _make_http(self, owner: Owner) -> Http:
+        return Http(self.config, self.server_state, self.lifespan.state, owner)

@@ -1,0 +1,337 @@
+"""For attacks with real processes over loopback: a `heloco serve`, honest machines that contribute meanwhile, and strangers on
+raw sockets. Honest machines come from 127.0.0.1, strangers from other addresses of 127.0.0.0/8."""
+
+import argparse
+import contextlib
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from heloco.cli.addresses import local_run
+from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, StopRequested
+from heloco.cluster.gateway.https_link import HttpsLink
+from heloco.cluster.protocol.messages import ContributionReport, Right
+from heloco.cluster.protocol.tokens import parse_token
+from heloco.errors import RunStopped, UserError
+from heloco.records.events import Part
+from heloco.records.journal import FOLDER, read_events
+from heloco.wire.layout import Layout
+
+TINY = (
+    "--preset", "1m", "--width", "32", "--layers", "1", "--heads", "2", "--context", "16", "--eval-windows", "4",
+    "--batch-size", "2", "--lr", "0.003", "--inner-steps", "4", "--arrivals", "1000000", "--eval-every", "0",
+    "--checkpoint-every", "100", "--device", "cpu", "--beat-s", "0.5",
+)  # fmt: skip
+START_S, STOP_S, SETTLE_S = 90.0, 5.0, 20.0
+REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
+
+
+class Failed(AssertionError):
+    """What an attack found to be broken."""
+
+
+def check(holds: object, what: str) -> None:
+    if not holds:
+        raise Failed(what)
+
+
+def judge(figures: dict[str, Any], **claims: bool) -> dict[str, Any]:
+    """The figures, where all that is claimed of them holds."""
+    broken = [name for name, holds in claims.items() if not holds]
+    check(not broken, f"{', '.join(broken)}: {json.dumps(figures)}")
+    return figures
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        check(time.monotonic() < end, f"after {limit_s:g} s still not: {what}")
+        time.sleep(0.02)
+    return found
+
+
+# ---- the run
+
+
+class Serving:
+    """`heloco serve` in a process of its own. `descriptors`: how many files it may open, at most. With
+    wait=False, `wait` must be called before anything is asked of it."""
+
+    def __init__(
+        self, folder: Path, *flags: str, settings: Sequence[str] = TINY, workers: int = 2, descriptors: int = 0, ray: str = "off",
+        wait: bool = True,
+    ) -> None:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._said = folder / "run", folder / "serve.log"
+        serve = [sys.executable, "-m", "heloco.cli", "serve", *settings, "--paces", ",".join(["1"] * workers), *flags]
+        place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
+        limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("HELOCO_CACHE", str(Path(tempfile.gettempdir()) / "heloco-attack-cache"))
+        with self._said.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*limit, *serve, *place], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until it can be joined."""
+        try:
+            until(self._announced, "the line to join with")
+        except BaseException:
+            self.close()
+            raise
+        self.address, self.token = local_run(self.folder, "worker")
+        self.port = int(self.address.rpartition(":")[2])
+
+    def _announced(self) -> bool:
+        check(self.process.poll() is None, f"`heloco serve` ended: {self.log()}")
+        return "HELOCO_TOKEN=" in self.log()
+
+    def token_for(self, right: Right) -> str:
+        return local_run(self.folder, right)[1]
+
+    @property
+    def secret(self) -> str:
+        """What a worker shows with each request."""
+        return parse_token(self.token).secret
+
+    def log(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def arrivals(self) -> int:
+        tape = self.folder / "tape.jsonl"
+        return tape.read_bytes().count(b"\n") if tape.exists() else 0
+
+    def lost(self) -> int:
+        """How many machines were taken for lost."""
+        return sum(isinstance(event, Part) and event.kind == "lost" for event, _ in read_events(self.folder / FOLDER))
+
+    def resident_mb(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
+
+    def open_files(self) -> int:
+        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+
+    def settled_mb(self, before_mb: float) -> float:
+        """Its memory, when that is back within a tenth of what it was, or after a while."""
+        with contextlib.suppress(Failed):
+            until(lambda: self.resident_mb() < 1.1 * before_mb, "memory is given back", SETTLE_S)
+        return self.resident_mb()
+
+    def check_well(self) -> None:
+        check(self.process.poll() is None, f"the run ended: {self.log()[-2000:]}")
+        check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
+
+    def close(self) -> None:
+        """It says goodbye to machines that are still there, which nobody waits for here."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def __enter__(self) -> "Serving":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Contributor(threading.Thread):
+    """An honest machine that does not train: it hands in small numbers as fast as it gets rounds."""
+
+    def __init__(self, serving: Serving, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self._over = threading.Event()
+        link = HttpsLink(serving.address, serving.token)
+        self._client = RunClient(link, name, patience_s=600.0, stopping=self._over.is_set, tell=self._note)
+        self.notes: list[str] = []
+        self.trouble = ""
+        self.start()
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def run(self) -> None:
+        numbers = torch.Generator().manual_seed(0)
+        try:
+            layout = Layout(self._client.join().contribution_layout or ())
+            delta = {name: torch.randn(shape, generator=numbers) * 1e-3 for name, _, shape in layout.entries}
+            while (taken := self._client.take(self._over.is_set)) is not None:
+                with contextlib.suppress(NotHeld):
+                    self._client.hand_in(taken.key, delta, REPORT)
+        except StopRequested:
+            pass
+        except (RunEnded, RunStopped, UserError) as error:
+            self.trouble = str(error)
+
+    def end(self) -> None:
+        self._over.set()
+        self.join(30)
+        self._client.leave()
+
+
+@contextlib.contextmanager
+def contributing(serving: Serving, count: int = 2) -> Iterator[list[Contributor]]:
+    """From when all have contributed."""
+    machines = [Contributor(serving, f"honest-{i}") for i in range(count)]
+    try:
+        until(lambda: serving.arrivals() >= 5 * count, "the first arrivals")
+        yield machines
+        check(not any(machine.trouble for machine in machines), f"an honest machine gave up: {[m.trouble for m in machines]}")
+    finally:
+        for machine in machines:
+            machine.end()
+
+
+@dataclass
+class Rate:
+    """Arrivals per second over stretches of time."""
+
+    serving: Serving
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        before, began = self.serving.arrivals(), time.monotonic()
+        yield
+        self.figures[name] = round((self.serving.arrivals() - before) / (time.monotonic() - began), 1)
+
+    def measure(self, name: str, arrivals: int) -> None:
+        """Over the next so many arrivals."""
+        with self.measured(name):
+            wanted = self.serving.arrivals() + arrivals
+            until(lambda: self.serving.arrivals() >= wanted, f"{arrivals} arrivals ({name})")
+
+
+class Peak(threading.Thread):
+    """The most memory that the run's process has from now until `end`, in MB."""
+
+    def __init__(self, serving: Serving) -> None:
+        super().__init__(daemon=True)
+        self._serving, self._over, self.most_mb = serving, threading.Event(), serving.resident_mb()
+        self.start()
+
+    def run(self) -> None:
+        while not self._over.wait(0.05):
+            self.most_mb = max(self.most_mb, self._serving.resident_mb())
+
+    def end(self) -> float:
+        self._over.set()
+        self.join()
+        return self.most_mb
+
+
+# ---- strangers
+
+
+def addresses() -> Iterator[str]:
+    """Of machines that are none of ours."""
+    return (f"127.{a}.{b}.{c}" for a, b, c in itertools.product(range(9, 250), range(1, 250), range(1, 250)))
+
+
+def connect(port: int, address: str, timeout_s: float = 10.0) -> socket.socket:
+    """TCP from this source address."""
+    return socket.create_connection(("127.0.0.1", port), timeout=timeout_s, source_address=(address, 0))
+
+
+def connect_many(port: int, address: str, count: int) -> list[socket.socket]:
+    """Those that are sent away at once are left out."""
+    made = []
+    for _ in range(count):
+        with contextlib.suppress(ConnectionError):
+            made.append(connect(port, address))
+    return made
+
+
+def unchecked() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Whether the other side has left it open: nothing is there to be read, not even an end."""
+    connection.setblocking(False)
+    try:
+        return bool(connection.recv(1 << 16))
+    except (BlockingIOError, ssl.SSLWantReadError):
+        return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[float], Any]]:
+    """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Gives what waits for its
+    result, for so many seconds."""
+    spawning = multiprocessing.get_context("spawn")
+    here, there = spawning.Pipe()
+    process = spawning.Process(target=_report, args=(work, arguments, there), daemon=True)
+    process.start()
+
+    def result(limit_s: float) -> Any:
+        check(here.poll(limit_s), f"{work.__name__} took longer than {limit_s:g} s")
+        return here.recv()
+
+    try:
+        yield result
+    finally:
+        process.kill()
+        process.join()
+
+
+def _report(work: Callable[..., Any], arguments: tuple[Any, ...], told: Any) -> None:
+    told.send(work(*arguments))
+
+
+# ---- one attack as a program
+
+
+def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """The same attack with a folder in the place of a run that is served: one is served there."""
+
+    @functools.wraps(attack)
+    def alone(folder: Path, **options: Any) -> dict[str, Any]:
+        with Serving(folder) as serving:
+            return attack(serving, **options)
+
+    return alone
+
+
+def run_alone(attack: Callable[..., dict[str, Any]], **options: Any) -> None:
+    """`python tests/attack/NAME.py [--OPTION N]`: prints the figures; exit code 1 where something did not hold."""
+    parser = argparse.ArgumentParser(description=(attack.__doc__ or "").splitlines()[0])
+    for name, value in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    given = vars(parser.parse_args())
+    with tempfile.TemporaryDirectory(prefix="heloco-attack-") as folder:
+        try:
+            figures = attack(Path(folder), **given)
+        except Failed as broken:
+            log = Path(folder) / "serve.log"
+            print(f"FAILED: {broken}\n{log.read_text()[-4000:] if log.exists() else ''}")
+            sys.exit(1)
+    print(json.dumps(figures))

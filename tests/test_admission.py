@@ -1,0 +1,172 @@
+"""Places for connections: who gets one, who gives one up, and how many there are."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from heloco.cluster.gateway.admission import (
+    FILES,
+    FIRST_S,
+    FRUITLESS_AT_ONCE,
+    FRUITLESS_PER_S,
+    Admission,
+    Places,
+    Visitor,
+    group_of,
+)
+from heloco.cluster.server.descriptors import has_run_out
+from heloco.errors import UserError
+
+
+class Door:
+    """An admission with a clock of its own, and the names of the connections that were ended."""
+
+    def __init__(self, places: Places) -> None:
+        self.now_s = 0.0
+        self.admission = Admission(places, clock=lambda: self.now_s)
+        self.ended: list[str] = []
+
+    def arrive(self, address: str, name: str = "") -> Visitor | None:
+        return self.admission.arrive(address, lambda: self.ended.append(name or address))
+
+    def admitted(self, address: str, name: str = "") -> Visitor:
+        visitor = self.arrive(address, name)
+        assert visitor is not None and self.admission.admit(visitor)
+        return visitor
+
+
+SMALL = Places(strangers=6, strangers_per_address=3, admitted=4)
+
+
+def test_one_address_holds_few_places_and_only_old_ones_give_way():
+    door = Door(SMALL)
+    assert all(door.arrive("1.1.1.1", f"first-{i}") for i in range(3))
+    assert door.arrive("1.1.1.1") is None and not door.ended
+    door.now_s = FIRST_S
+    assert door.arrive("1.1.1.1", "fourth") and door.ended == ["first-0"]
+    assert door.arrive("2.2.2.2") and door.admission.strangers == 4
+
+
+def test_when_all_places_are_taken_the_address_with_the_most_gives_one_up():
+    door = Door(SMALL)
+    for address in ("1.1.1.1", "2.2.2.2"):
+        for i in range(3):
+            assert door.arrive(address, f"{address} {i}")
+    assert door.arrive("3.3.3.3") and door.ended == ["1.1.1.1 0"]
+    assert door.arrive("4.4.4.4") and door.ended == ["1.1.1.1 0", "2.2.2.2 0"]
+    assert door.admission.strangers == 6
+
+
+def test_among_many_addresses_with_one_place_each_only_old_ones_give_way():
+    door = Door(SMALL)
+    for i in range(6):
+        assert door.arrive(f"1.1.1.{i}")
+    assert door.arrive("9.9.9.9") is None and not door.ended
+    door.now_s = FIRST_S
+    assert door.arrive("9.9.9.9") and len(door.ended) == 1
+
+
+def test_strangers_never_take_the_place_of_one_that_is_admitted():
+    door = Door(SMALL)
+    machines = [door.admitted("1.1.1.1", f"machine-{i}") for i in range(4)]
+    assert door.admission.admitted == 4 and door.admission.strangers == 0
+    for second in range(100):
+        door.now_s = float(second)
+        for i in range(10):
+            door.arrive(f"2.2.2.{i}", "stranger")
+    assert all(door.admission.admit(machine) for machine in machines)
+    assert set(door.ended) == {"stranger"} and door.admission.strangers <= 6
+
+
+def test_among_the_admitted_whoever_holds_many_gives_up_the_one_that_was_quiet_for_longest():
+    door = Door(SMALL)
+    many = [door.admitted("1.1.1.1", f"many-{i}") for i in range(4)]
+    door.admission.admit(many[0])  # asks again
+    door.admitted("2.2.2.2")
+    door.admitted("3.3.3.3")
+    door.admitted("4.4.4.4")
+    assert door.ended == ["many-1", "many-2", "many-3"] and door.admission.admitted == 4
+
+
+def test_without_a_place_among_the_admitted_a_request_is_refused():
+    door = Door(Places(6, 3, 2))
+    door.admitted("1.1.1.1")
+    door.admitted("2.2.2.2")
+    third = door.arrive("3.3.3.3")
+    assert third is not None and not door.admission.admit(third)
+    assert not door.ended and not third.is_admitted
+
+
+def test_who_leaves_makes_room_and_is_ended_no_more():
+    door = Door(SMALL)
+    machine, stranger = door.admitted("1.1.1.1"), door.arrive("1.1.1.1")
+    assert stranger is not None
+    for visitor in (machine, stranger):
+        door.admission.leave(visitor)
+        visitor.end()
+    assert (door.admission.strangers, door.admission.admitted, door.ended) == (0, 0, [])
+
+
+def test_an_address_that_comes_and_goes_without_credentials_has_to_wait():
+    door = Door(Places())
+    for _ in range(int(FRUITLESS_AT_ONCE)):
+        visitor = door.arrive("1.1.1.1")
+        assert visitor is not None
+        door.admission.leave(visitor)
+    assert door.arrive("1.1.1.1") is None and door.arrive("1.1.1.2") is not None
+    door.now_s = 1 / FRUITLESS_PER_S
+    assert door.arrive("1.1.1.1") is not None
+
+
+def test_machines_that_come_and_go_with_credentials_never_have_to_wait():
+    door = Door(Places())
+    for _ in range(3 * int(FRUITLESS_AT_ONCE)):
+        door.admission.leave(door.admitted("1.1.1.1"))
+
+
+def test_addresses_that_one_machine_can_choose_among_are_one():
+    assert group_of("10.0.0.7") == group_of("::ffff:10.0.0.7") == "10.0.0.7"
+    assert group_of("2001:db8:1:2::1") == group_of("2001:db8:1:2:ffff::9") == "2001:db8:1:2::/64"
+    assert group_of("2001:db8:1:3::1") != group_of("2001:db8:1:2::1")
+    assert group_of("fe80::1%eth0") == "fe80::/64" and group_of("a socket") == "a socket"
+
+
+@pytest.mark.parametrize("descriptors", [256, 512, 1024, 4096, 20_000, 1 << 20])
+@pytest.mark.parametrize("seats", [1, 5, 32])
+def test_all_places_together_leave_descriptors_for_files(descriptors, seats):
+    places = Places.within(descriptors, seats)
+    assert places.strangers + places.admitted + seats <= descriptors - FILES
+    assert 4 <= places.strangers_per_address <= places.strangers <= 256 and 8 <= places.admitted <= 4096
+
+
+def test_with_too_few_descriptors_the_remedy_is_named():
+    with pytest.raises(UserError, match=r"130 workers cannot be served with 256 open files: raise the limit, .*`ulimit -n"):
+        Places.within(256, 130)
+
+
+RAISED = """
+import resource
+from heloco.cluster.server.descriptors import descriptor_limit, raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 777))
+before = descriptor_limit()
+raise_descriptor_limit()
+print(before, descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+def test_a_process_raises_its_limit_to_what_it_may_have():
+    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True)
+    assert done.stdout.split() == ["100", "777", "(777,", "777)"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "ran_out"),
+    [
+        (OSError(errno.EMFILE, ""), True), (OSError(errno.ENFILE, ""), True), (OSError(errno.ENOENT, ""), False),
+        (MemoryError(), True), (RuntimeError("can't start new thread"), True), (RuntimeError("no"), False), (ValueError(), False),
+    ],
+)  # fmt: skip
+def test_errors_that_pass(error, ran_out):
+    assert has_run_out(error) == ran_out
