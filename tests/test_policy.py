@@ -90,7 +90,7 @@ def test_every_weight_is_positive_and_at_most_one_and_a_half(name, staleness, ow
     ("name", "options", "sentence"),
     [
         ("polynomal", {}, "There is no arrival weight 'polynomal'; did you mean 'polynomial'?"),
-        ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share."),
+        ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share, bounded."),
         ("constant", {"value": -1.0}, "weight_value is -1.0: give a finite number ≥ 0."),
         ("constant", {"value": math.nan}, "weight_value is nan: give a finite number ≥ 0."),
         ("polynomial", {"exponent": math.inf}, "weight_exponent is inf: give a finite number ≥ 0."),

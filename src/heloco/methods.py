@@ -100,6 +100,13 @@ _ALL = (
         about="The authors' code: λ = min(k_d(c_ok−cos)/(c_ok−c_bad)·conf, 1), weighed before the correction.",
         equation=f"G = correct(ρΔ, m),  {_MLA_STEP};  {_CORRECT};  start: θ − ημm",
     ),
+    Method(
+        name="heloco-adaptive",
+        rule=HeLoCo,
+        options={"reorient": "ramp", "weigh": "before", "k_fresh": 1.0, "k_stale": 1.0},
+        about="heloco-ramp whose correction grows with staleness: k_fresh 1 and k_stale 0 are heloco-ramp.",
+        equation=f"s = k_fresh + k_stale·max(0, 1−K/τ),  c_ok, k_d, k_s times s,  then as heloco-ramp",
+    ),
 )
 
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

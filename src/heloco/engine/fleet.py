@@ -16,6 +16,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,8 +37,8 @@ from heloco.task.language import LanguageTask
 URGENT = 0.9  # of the time that is left
 WIDEST = {"cuda": 96, "cpu": 8}
 WAVES = {"cuda": 2, "cpu": 1}  # under way at a time
-SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
-SHARE_OF_RUNS = 0.4  # of the free memory; the stack takes what it needs of the rest
+SLICE_COPIES = 6  # of a model's parameters: what one slice of a stack takes at most, activations included
+SHARE_OF_RUNS = 0.6  # of the free memory; the stack takes what it needs of the rest
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,20 @@ def run_fleet(
     if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
     try:
-        Fleet(planned, watcher, device, stopping).run()
+        with _ahead_of_the_stacks(device):
+            Fleet(planned, watcher, device, stopping).run()
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _ahead_of_the_stacks(device: torch.device) -> AbstractContextManager[Any]:
+    """The host's own work goes first on a GPU: it is hundreds of small launches, each of which would wait for the large ones of
+    the stack that runs at the same time, and the host waits for all of them at every arrival."""
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 @dataclass
@@ -196,8 +208,11 @@ class Fleet:
         self.running.remove(member)
 
     def _run_bytes(self, member: _Member) -> int:
-        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result."""
-        return (3 + 2 * len(member.planned.config.workers.paces)) * _bytes(self._model(member.planned.task))
+        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result, and
+        where AdamW's two moments are kept, those before and mostly also those after the round."""
+        config = member.planned.config
+        of_worker = 5 if config.inner.keep_state else 2
+        return (3 + of_worker * len(config.workers.paces)) * _bytes(self._model(member.planned.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""

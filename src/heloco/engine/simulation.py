@@ -13,7 +13,7 @@ round at a time, or many simulations can share one device:
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -25,8 +25,18 @@ ARRIVE, START = 0, 1  # priorities within one instant
 
 
 class Simulation:
-    def __init__(self, synchronizer: Synchronizer, *, paces_s: Sequence[float], arrivals: int, grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        *,
+        paces_s: Sequence[float],
+        arrivals: int,
+        grace_s: float = 0.0,
+        pool: Callable[[int, list[dict[str, Tensor] | None]], dict[str, Tensor] | None] | None = None,
+    ) -> None:
+        """`pool` makes what a worker starts with from its number and what each worker kept."""
         assert len(paces_s) == synchronizer.workers
+        self._pool = pool
         self.synchronizer = synchronizer
         self.budget = arrivals
         self.now_ns = 0
@@ -80,7 +90,7 @@ class Simulation:
 
     def _start(self, worker: int) -> None:
         handed = self.synchronizer.dispatch(worker)
-        handed.memory = self.memory[worker]
+        handed.memory = self._pool(worker, self.memory) if self._pool else self.memory[worker]
         self._rounds[worker] = handed
         self.started_ns[worker] = self.now_ns
         heapq.heappush(self._events, (self.now_ns + handed.inner_steps * self._pace_ns[worker], ARRIVE, worker))

@@ -31,6 +31,9 @@ class InnerOptions:
     adam_eps: float = 1e-8
     keep_state: bool = False
     """Whether AdamW's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
+    second_moment: Literal["", "pooled", "rows"] = ""
+    """Of a kept state (an experiment, in simulations alone). pooled: the mean over all workers'. rows: of tables (embedding, head) the
+    worker's own, raised in each row to the mean over all workers."""
     clip: float = 0.0
     """Gradient norm to clip to; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
