@@ -223,7 +223,7 @@ def test_no_flag_is_no_change():
         ({"delay": 3}, "heloco-ramp has no knob 'delay'"),
         ({"method": "mla", "k_d": 1}, "mla has no knob 'k_d'"),
         ({"weight_value": 1}, "The base weight has no weight_value"),
-        ({"weight": "share", "weight_value": 1}, "The share weight has no weight_value"),
+        ({"weight": "share", "weight_exponent": 1}, "The share weight has no weight_exponent"),
     ],
 )
 def test_an_impossible_value_is_a_sentence(values, says):

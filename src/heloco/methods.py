@@ -103,9 +103,10 @@ _ALL = (
     Method(
         name="heloco-adaptive",
         rule=HeLoCo,
-        options={"reorient": "ramp", "weigh": "before", "k_fresh": 1.0, "k_stale": 1.0},
-        about="heloco-ramp whose correction grows with staleness: k_fresh 1 and k_stale 0 are heloco-ramp.",
-        equation=f"s = k_fresh + k_stale·max(0, 1−K/τ),  c_ok, k_d, k_s times s,  then as heloco-ramp",
+        options={"reorient": "ramp", "weigh": "before", "lr": 1.0},
+        weight="annealed",
+        about="heloco-ramp with η 1 and a weight that grows from 1/K to 1/√K in the course of the run.",
+        equation=f"ρ = 1/√(K(1+(K−1)c)), c from 1 to 0 as a cosine,  G = correct(ρΔ, m),  {_MLA_STEP};  start: θ − ημm",
     ),
 )
 

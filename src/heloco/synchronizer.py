@@ -244,7 +244,7 @@ class Synchronizer:
         if decision == "skip":
             return "skipped", stale
         if self.outer is not None:
-            if not self._step(contribution.pseudo_gradient, 0.0 if decision == "zero" else weight, staleness / self.workers):
+            if not self._step(contribution.pseudo_gradient, 0.0 if decision == "zero" else weight):
                 return "refused", NOT_FINITE
             self._mix_buffers(contribution.buffers, 0.0 if decision == "zero" else 1 / self.workers)
         self.outer_step += 1
@@ -261,11 +261,11 @@ class Synchronizer:
             return "the buffers hold NaN or Inf"
         return ""
 
-    def _step(self, pseudo_gradient: Sequence[Tensor], weight: float, age: float = 0.0) -> bool:
+    def _step(self, pseudo_gradient: Sequence[Tensor], weight: float) -> bool:
         """One outer step; False, and nothing has changed, where the pseudo-gradient is not finite."""
         assert self.outer is not None
         try:
-            self.outer.step(weight=weight, age=age, pseudo_gradients=pseudo_gradient)
+            self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient)
         except NotFinite:
             return False
         self._start = None

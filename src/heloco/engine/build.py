@@ -115,7 +115,7 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
 
 def _weight(config: RunConfig) -> Weight:
     name = config.outer.weight or get_method(config.outer.method).weight
-    length = {"length": config.run.arrivals} if name in ("annealed", "concurrent", "paced", "discounted", "balanced") else {}
+    length = {"length": config.run.arrivals} if name in ("annealed", "discounted") else {}
     return make_weight(name, **weight_options(config.outer), **length)
 
 

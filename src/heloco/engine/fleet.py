@@ -37,8 +37,8 @@ from heloco.task.language import LanguageTask
 URGENT = 0.9  # of the time that is left
 WIDEST = {"cuda": 96, "cpu": 8}
 WAVES = {"cuda": 2, "cpu": 1}  # under way at a time
-SLICE_COPIES = 6  # of a model's parameters: what one slice of a stack takes at most, activations included
-SHARE_OF_RUNS = 0.6  # of the free memory; the stack takes what it needs of the rest
+SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
+SHARE_OF_RUNS = 0.5  # of the free memory; the stack takes what it needs of the rest
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,18 @@ def run_fleet(
     if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
     try:
-        with _ahead_of_the_stacks(device):
+        with host_work_first(device):
             Fleet(planned, watcher, device, stopping).run()
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _ahead_of_the_stacks(device: torch.device) -> AbstractContextManager[Any]:
-    """The host's own work goes first on a GPU: it is hundreds of small launches, each of which would wait for the large ones of
-    the stack that runs at the same time, and the host waits for all of them at every arrival."""
+def host_work_first(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU, a stream of high priority for everything but the stacks.
+
+    Taking in a result is many small kernels, and the host waits for them at every arrival. At equal priority each of them would
+    wait for the large kernels of the stack that runs at the same time.
+    """
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -110,7 +113,7 @@ Wave = list[tuple[_Member, Round]]
 class Fleet:
     def __init__(self, planned: Sequence[Planned], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]) -> None:
         self.watcher, self.device, self.stopping = watcher, device, stopping
-        self.waiting = [_member(order, each) for order, each in enumerate(planned)]
+        self.waiting = [make_member(order, each) for order, each in enumerate(planned)]
         self.running: list[_Member] = []
         self.steps_total = sum(member.steps_left for member in self.waiting)
         self.steps_done = 0
@@ -230,7 +233,7 @@ class Fleet:
         return self._inners[key]
 
 
-def _member(order: int, planned: Planned) -> _Member:
+def make_member(order: int, planned: Planned) -> _Member:
     config = planned.config
     workers = config.workers
     events = schedule(

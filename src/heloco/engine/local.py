@@ -13,7 +13,7 @@ import heloco
 from heloco.engine.build import build_parts, describe_model
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
-from heloco.inner.pooled import pooled
+from heloco.inner.second_moment import shared_memory
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
@@ -100,7 +100,7 @@ class LocalRun:
             paces_s=config.workers.paces,
             arrivals=config.run.arrivals,
             grace_s=config.workers.grace_s,
-            pool=partial(pooled, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
+            share=partial(shared_memory, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
         )
         self.units = 0
         self._evaluated_at = -1

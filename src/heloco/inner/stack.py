@@ -218,6 +218,7 @@ class Stack:
         assert self.table
         at, memory = self.table.index, job.round.memory
         start, moments = job.round.parameters[at], (self.exp_avg[at][s], self.exp_avg_sq[at][s])
+        idle: tuple[Tensor, ...]
         if memory:
             idle = without_gradient(start, memory[f"{at}.exp_avg"], memory[f"{at}.exp_avg_sq"], factors)
         else:  # m and v are 0 there
@@ -233,7 +234,7 @@ class Stack:
         for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             kept = [m[s] for m in moment]
             copies = [torch.empty_like(m) for m in kept]
-            torch._foreach_copy_(copies, kept)  # in few launches: each one waits for a gap between those of the other stack
+            torch._foreach_copy_(copies, kept)  # a few launches instead of one for each block
             memory |= {f"{i}.{name}": copy for i, copy in enumerate(copies)}
         return memory
 

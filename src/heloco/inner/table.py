@@ -1,8 +1,9 @@
 """A table of which a round reads a few rows (the token embedding): only those ride in the stack.
 
-A row that is not read has no gradient. AdamW that starts afresh only decays it: p ← p Π(1 − lr·wd). AdamW that keeps its state also
-moves it by what is left of the momentum, which needs nothing but the row itself (`adamw.without_gradient`). So the round's rows
-are gathered at its start, moved with everything else, and put back at its end, when the others are moved at once.
+A row that is not read has no gradient. AdamW that starts afresh only decays it: p ← p Π(1 − lr·wd). AdamW that keeps its state
+also moves it by what is left of the momentum, and needs nothing but the row itself for that (`adamw.without_gradient`). So the
+rows that a round reads are gathered at its start, moved with everything else, and put back at its end. The others are moved
+at the end, all steps at once.
 """
 
 from typing import Any

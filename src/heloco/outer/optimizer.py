@@ -86,8 +86,7 @@ class OuterOptimizer(Optimizer):
         `passes` are those over just these blocks, for rules that use them; one `in_one_go` may find its blocks moved.
         """
 
-    def _correction(self, group: dict[str, Any], age: float = 0.0) -> Correction | None:  # noqa: ARG002
-        """`age`: see `step`."""
+    def _correction(self, group: dict[str, Any]) -> Correction | None:  # noqa: ARG002
         return None
 
     def _gain(self, group: dict[str, Any]) -> float:  # noqa: ARG002
@@ -95,17 +94,10 @@ class OuterOptimizer(Optimizer):
         return 1.0
 
     @overload
-    def step(
-        self, closure: None = None, *, weight: float = 1.0, age: float = 0.0, pseudo_gradients: Sequence[Tensor] | None = None
-    ) -> None: ...
+    def step(self, closure: None = None, *, weight: float = 1.0, pseudo_gradients: Sequence[Tensor] | None = None) -> None: ...
     @overload
     def step(
-        self,
-        closure: Callable[[], float],
-        *,
-        weight: float = 1.0,
-        age: float = 0.0,
-        pseudo_gradients: Sequence[Tensor] | None = None,
+        self, closure: Callable[[], float], *, weight: float = 1.0, pseudo_gradients: Sequence[Tensor] | None = None
     ) -> float: ...
 
     @torch.no_grad()
@@ -114,12 +106,9 @@ class OuterOptimizer(Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         weight: float = 1.0,
-        age: float = 0.0,
         pseudo_gradients: Sequence[Tensor] | None = None,
     ) -> float | None:
-        """One arrival. Raises `NotFinite` and leaves everything as it was if a pseudo-gradient is not finite.
-
-        `weight` is ρ. `age` is the staleness over the number of workers, τ/K, for rules that look at it.
+        """One arrival. `weight` is ρ. Raises `NotFinite` and leaves everything as it was if a pseudo-gradient is not finite.
 
         `pseudo_gradients`, one for each parameter on whatever device and in whatever precision, take the place of `p.grad`.
         """
@@ -135,7 +124,7 @@ class OuterOptimizer(Optimizer):
         if pseudo_gradients is not None and not (passes.alike and _fits(deltas[0], parameters[0])):  # as torch has them in p.grad
             deltas = [u if _fits(u, p) else u.to(p.device, p.dtype) for u, p in zip(deltas, parameters, strict=True)]
             passes = kernels.Passes(parameters, momenta, deltas)
-        laws = [self._law(group, self._correction(group, age), weight) for group in self.param_groups]
+        laws = [self._law(group, self._correction(group), weight) for group in self.param_groups]
         sums = passes.step(laws, group_of) if self.in_one_go else None
         if sums is None:
             sums = passes.statistics()

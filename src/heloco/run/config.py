@@ -12,7 +12,7 @@ from typing import Any, Literal, get_type_hints
 from heloco.errors import UserError, nearest
 from heloco.inner import InnerOptions
 from heloco.methods import get_method
-from heloco.outer.heloco import SETTINGS as HELOCO_SETTINGS
+from heloco.outer.heloco import CONSTANTS as HELOCO_CONSTANTS
 from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, NormGuard
 from heloco.run.values import convert
 from heloco.task.gpt import GPTConfig, preset
@@ -96,15 +96,11 @@ class OuterConfig:
     beta_max: float | None = None
     eps: float | None = None
     c_bad: float | None = None
-    k_fresh: float | None = None
-    """How strongly contributions with staleness τ ≤ K are corrected; 1: as the constants above say."""
-    k_stale: float | None = None
-    """How much more strongly the stalest are corrected: s = k_fresh + k_stale·max(0, 1−K/τ)."""
     delay: int | None = None
     """N of delayed Nesterov."""
     c: float | None = None
     """c of delayed Nesterov."""
-    weight: Literal["base", "average", "polynomial", "share", "constant", "bounded", "annealed", "concurrent", "paced", "discounted", "balanced"] | None = None
+    weight: Literal["base", "average", "polynomial", "share", "constant", "annealed", "discounted"] | None = None
     """The arrival weight ρ; unset: the method's own."""
     weight_value: float | None = None
     """ρ of the constant weight."""
@@ -114,10 +110,8 @@ class OuterConfig:
     """The share weight's lower clip."""
     weight_ceiling: float | None = None
     """The share weight's upper clip."""
-    weight_bound: float | None = None
-    """The bounded weight's limit of the sum of ρ over all workers."""
     weight_correlation: float | None = None
-    """The annealed and concurrent weights' c at the start."""
+    """The annealed and discounted weights' c at the start of the run."""
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
@@ -205,7 +199,7 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "method": _RULE,
 }
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
-YOUNGER = ("hf", "norm_limit", "norm_policy", "k_fresh", "k_stale", "weight_bound", "weight_correlation", "second_moment")
+YOUNGER = ("hf", "norm_limit", "norm_policy", "weight_correlation", "second_moment")
 """Settings that came after runs were kept. Where they are not used, a run is known by the digest that it had without them."""
 
 
@@ -286,7 +280,7 @@ def _toml(value: Any) -> str:
 
 def outer_knobs(config: OuterConfig) -> dict[str, Any]:
     """The rule's settings that were given, by the rule's own names."""
-    names = (*HELOCO_SETTINGS, "outer_lr", "momentum", "lookahead", "delay", "c")
+    names = (*HELOCO_CONSTANTS, "outer_lr", "momentum", "lookahead", "delay", "c")
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     return {"lr" if name == "outer_lr" else name: value for name, value in given.items()}
 
@@ -295,7 +289,7 @@ def weight_options(config: OuterConfig) -> dict[str, float]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
-    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "bound", "correlation")}
+    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "correlation")}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in known:

@@ -71,6 +71,8 @@ class Recipe:
 
 
 def recipe_of(config: RunConfig, folder: Path, **about: Any) -> Recipe:
+    if config.inner.second_moment:
+        raise UserError("Real machines do not exchange AdamW's state yet: leave second_moment out, or simulate the run.")
     return Recipe(str(folder), to_toml(config), **about)
 
 
