@@ -105,6 +105,7 @@ def test_methods_names_every_method_with_its_equation_and_knobs():
     sections = {section.split("\n")[0]: section for section in done.out.strip().split("\n\n")}
     assert list(sections) == list(METHODS) == [
         "sync-nesterov", "async-nesterov", "delayed-nesterov", "mla", "mla-lookahead", "heloco", "heloco-ramp",
+        "heloco-adaptive",
     ]  # fmt: skip
     for name, method in METHODS.items():
         assert method.equation in sections[name] and method.about in sections[name]

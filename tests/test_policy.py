@@ -88,6 +88,71 @@ def test_share_takes_other_clips():
     assert wide(standing(own=100, arrivals=100)) == pytest.approx(0.2 / math.sqrt(5), rel=1e-15)
 
 
+@pytest.mark.parametrize("name", ["annealed", "discounted"])
+@pytest.mark.parametrize("workers", [1, 2, 5, 64, 512])
+def test_the_weight_of_equal_workers_grows_from_one_over_k_to_one_over_root_k(name, workers):
+    length = 100 * workers
+    weight = make_weight(name, length=length)
+    found = [weight(standing(own=n, arrivals=n * workers, workers=workers)) for n in range(1, 101)]
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(1 / workers, rel=0.01)
+    assert found[-1] == pytest.approx(1 / math.sqrt(workers), rel=1e-12)
+    assert found[49] == pytest.approx(1 / math.sqrt(workers * (1 + (workers - 1) / 2)), rel=1e-12)
+    assert weight(standing(own=200, arrivals=200 * workers, workers=workers)) == found[-1]  # a run that goes on for longer
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 7, 64])
+def test_without_correlation_or_length_the_annealed_weight_is_the_base_weight_to_the_bit(workers):
+    where = standing(own=3, arrivals=17, workers=workers)
+    assert make_weight("annealed", length=100, correlation=0.0)(where) == make_weight("base")(where)
+    assert make_weight("annealed")(where) == make_weight("base")(where)
+
+
+@pytest.mark.parametrize(
+    ("own", "weight"),
+    [
+        (239, math.sqrt(240 / 305)),  # paces 1,15,15,15,15: the fast worker has n = 305/240, and 1/√n
+        (60, 1 / math.sqrt(5)),  # its fifth: n = K
+        (14, 5 * 15 / 305 / math.sqrt(5)),  # one of the slow: n = 305/15, K/n times the weight at n = K
+    ],
+)
+def test_at_the_end_the_discounted_weight_is_one_over_root_n_and_less_for_who_is_slower_than_average(own, weight):
+    found = make_weight("discounted", length=300)(standing(own=own, arrivals=300))
+    assert found == pytest.approx(weight, rel=1e-12)
+
+
+@given(own=st.integers(1, 299))
+def test_the_discounted_weight_has_no_cliff(own):
+    weight = make_weight("discounted", length=600)
+    here, there = (weight(standing(own=n, arrivals=300)) for n in (own, own + 1))
+    assert here < there < here * (own + 2) / (own + 1) * 1.0001
+
+
+@pytest.mark.parametrize("name", ["annealed", "discounted"])
+@pytest.mark.parametrize("workers", [1, 5, 20, 64, 512])
+def test_a_direction_that_one_round_learns_is_stable_for_any_number_of_workers(name, workers):
+    """One parameter; a round from θ brings Δ = aθ, a falling from 1 to 0 with the learning rate, and all start together."""
+    rounds = 20
+    weight = make_weight(name, length=rounds * workers)
+    found = quadratic(weight, workers, rounds)
+    assert max(map(abs, found)) < 1 and abs(found[-1]) < 0.05
+    base = quadratic(make_weight("base"), workers, rounds)
+    assert workers <= 5 or max(map(abs, base)) > 10  # what the weight is for
+
+
+def quadratic(weight, workers, rounds, mu=0.9):
+    """θ after each cycle of MLA with η = 1."""
+    theta, m, found = 1.0, 0.0, []
+    for n in range(rounds):
+        delta = 0.5 * (1 + math.cos(math.pi * n / rounds)) * theta
+        for worker in range(workers):
+            g = weight(standing(own=n + 1, arrivals=n * workers + worker + 1, workers=workers)) * delta
+            m = mu * m + (1 - mu) * g
+            theta -= g + mu * m
+        found.append(theta)
+    return found
+
+
 @given(
     name=st.sampled_from(sorted(WEIGHTS)),
     staleness=st.integers(0, 10_000),
@@ -103,11 +168,12 @@ def test_every_weight_is_positive_and_at_most_one_and_a_half(name, staleness, ow
     ("name", "options", "sentence"),
     [
         ("polynomal", {}, "There is no arrival weight 'polynomal'; did you mean 'polynomial'?"),
-        ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share."),
+        ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share, annealed, discounted."),
         ("constant", {"value": -1.0}, "weight_value is -1.0: give a finite number ≥ 0."),
         ("constant", {"value": math.nan}, "weight_value is nan: give a finite number ≥ 0."),
         ("polynomial", {"exponent": math.inf}, "weight_exponent is inf: give a finite number ≥ 0."),
         ("share", {"floor": 2.0, "ceiling": 1.0}, "weight_floor 2 is above weight_ceiling 1: swap them."),
+        ("annealed", {"correlation": 1.5}, "weight_correlation is 1.5: give a number from 0 to 1."),
     ],
 )
 def test_a_wrong_weight_is_answered_with_a_sentence(name, options, sentence):

@@ -40,6 +40,8 @@ SETTINGS = {
     "delayed-nesterov": ("--method", "delayed-nesterov", "--delay", "4"),
     "mla-lookahead": ("--method", "mla-lookahead", "--weight", "share"),
     "kept optimizer state": ("--keep-state", "--paces", "1,1,2,2,3"),
+    "shared second moment": ("--keep-state", "--second-moment", "rows", "--paces", "1,1,2,2,3"),
+    "annealed weight": ("--method", "heloco-adaptive", "--assign", "flexible", "--weight", "discounted"),
     "kept state and barrier": ("--keep-state", "--method", "sync-nesterov", "--paces", "1,2,3"),
     "flexible shards": ("--assign", "flexible", "--paces", "1,2,3", "--split", "iid"),
     "Liu's shards": ("--assign", "liu", "--paces", "1,2,3,3,3,3,4"),

@@ -206,6 +206,16 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(run):
     assert not same(first.model, other.model)
 
 
+def test_the_adaptive_method_at_its_neutral_values_is_heloco_ramp_to_the_bit(images):
+    settings = {"paces": (1, 2, 5), "arrivals": 12, "inner_steps": 2, "batch_size": 4, "outer_lr": 0.7, "eval_every": 4}
+    neutral = heloco.simulate(images, method="heloco-adaptive", weight_correlation=0.0, **settings)
+    ramp = heloco.simulate(images, method="heloco-ramp", **settings)
+    assert neutral.evals == ramp.evals and neutral.tape == ramp.tape
+    assert all(map(torch.equal, neutral.model.parameters(), ramp.model.parameters()))
+    other = heloco.simulate(images, method="heloco-adaptive", **settings)
+    assert other.evals != ramp.evals
+
+
 def test_a_simulation_leaves_the_global_generators_as_they_were():
     ours, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
     heloco.simulate(regression(), paces=(1, 2, 6), arrivals=4, inner_steps=2, device="cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
-from heloco.inner.adamw import CHUNK, AdamW, adamw_factors
+from heloco.inner.adamw import CHUNK, AdamW, adamw_factors, settings_of, without_gradient
 from heloco.inner.stack import Stack
 from heloco.inner.stacked import Job, StackedInner
 from heloco.inner.stacked_loss import GPTLoss, VmapLoss, stacked_loss
@@ -121,6 +121,20 @@ def test_rounds_of_different_length_learning_rate_and_run_share_a_stack() -> Non
         assert_same(stacked, alone(job))
 
 
+def test_rounds_with_other_settings_of_adamw_share_a_stack() -> None:
+    others = [{}, {"beta1": 0.5, "beta2": 0.9}, {"adam_eps": 1e-2, "weight_decay": 0.0}]
+    every = [InnerOptions(**{**vars(OPTIONS), "keep_state": True, **changes}) for changes in others]
+    task = language()
+    jobs = [replace(job, options=options) for job, options in zip(jobs_of(task, every[0], [2, 3, 2]), every, strict=True)]
+    assert len({job.kind for job in jobs}) == 1
+    for _ in range(2):
+        found = StackedInner(task).run(jobs)
+        for stacked, job in zip(found, jobs, strict=True):
+            expected = alone(job)
+            assert_same(stacked, expected)
+            job.round.memory = expected.memory
+
+
 def test_rounds_that_cannot_share_a_stack_are_run_apart_and_come_back_in_order() -> None:
     large = InnerOptions(**{**vars(OPTIONS), "batch_size": 3})
     task = language()
@@ -144,8 +158,9 @@ def test_a_stack_is_used_again_for_other_rounds() -> None:
             assert_same(stacked, alone(job))
 
 
-def test_the_optimizers_state_stays_with_the_worker() -> None:
-    task, options = own(), InnerOptions(**{**vars(OPTIONS), "keep_state": True})
+@pytest.mark.parametrize("make", [own, language])
+def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task]) -> None:
+    task, options = make(), InnerOptions(**{**vars(OPTIONS), "keep_state": True})
     jobs = jobs_of(task, options, [3, 2])
     first = StackedInner(task).run(jobs)
     sequential = [alone(job) for job in jobs]
@@ -156,7 +171,11 @@ def test_the_optimizers_state_stays_with_the_worker() -> None:
         job.round.memory = theirs.memory
         expected = alone(job)
         job.round.memory = ours.memory
-        assert_same(StackedInner(task).run([job])[0], expected)
+        found = StackedInner(task).run([job])[0]
+        assert_same(found, expected)
+        assert found.memory is not None and expected.memory is not None
+        for name, kept in expected.memory.items():
+            torch.testing.assert_close(found.memory[name].to(kept.dtype), kept, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -287,15 +306,33 @@ def test_adamw_in_one_launch(width: int, monkeypatch: pytest.MonkeyPatch) -> Non
         torch.tensor([1e-2, 3e-3, 1]).double(),
         torch.tensor([1.0, 1, 0]).double(),
     )
-    factors = torch.stack([*adamw_factors(taken, lr, active, OPTIONS), active])
-    AdamW(*exact[:3], OPTIONS).move(exact[3], factors)
+    settings = torch.tensor([settings_of(OPTIONS), [0.5, 0.9, 1e-3, 0.0], settings_of(OPTIONS)]).double().T
+    factors = adamw_factors(taken, lr, active, settings)
+    AdamW(*exact[:3]).move(exact[3], factors)
     monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
     ours = [[x.to(device) for x in group] for group in blocks]
-    AdamW(*ours[:3], OPTIONS).move(ours[3], factors.to(device))
+    AdamW(*ours[:3]).move(ours[3], factors.to(device))
     for group, before, theirs in zip(ours[:3], blocks, exact, strict=False):
         for x, start, y in zip(group, before, theirs, strict=True):
             torch.testing.assert_close(x.cpu().double(), y, rtol=3e-6, atol=1e-6)
             assert torch.equal(x[2].cpu(), start[2])  # not active: it stays as it is
+
+
+def test_rows_without_a_gradient_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    p, m, v = (torch.randn(3, CHUNK - 5, generator=draw) for _ in range(3))
+    v[1:] = v[1:].square()
+    m[0], v[0] = 0, 0
+    steps = torch.arange(1.0, 8).double()
+    settings = torch.tensor(settings_of(OPTIONS)).double()[:, None].expand(-1, 7)
+    factors = adamw_factors(steps, steps / 100, torch.ones(7).double(), settings)
+    exact = without_gradient(p.double(), m.double(), v.double(), factors)
+    monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
+    found = without_gradient(p.to(device), m.to(device), v.to(device), factors.to(device))
+    for ours, theirs in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours.cpu().double(), theirs, rtol=3e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -91,11 +91,12 @@ class ByHand:
         self.m = [torch.zeros_like(t) for t in self.theta]
         self.sum = [torch.zeros_like(t) for t in self.theta]
         self.t = 0
-        self.lr = 0.07 if method == "async-nesterov" else 0.7
+        self.lr = {"async-nesterov": 0.07, "heloco-adaptive": 1.0}.get(method, 0.7)
         self.mu = 0.9
 
     def start(self) -> list[Tensor]:
-        ahead = self.lr * self.mu if self.method in ("mla-lookahead", "heloco", "heloco-ramp") else 0.0
+        looks_ahead = self.method == "mla-lookahead" or self.method.startswith("heloco")
+        ahead = self.lr * self.mu if looks_ahead else 0.0
         return [p - ahead * m for p, m in zip(self.theta, self.m, strict=True)]
 
     def weight(self) -> float:
@@ -121,6 +122,8 @@ class ByHand:
 
     def heloco_ramp(self, i: int, delta: Tensor, rho: float) -> None:
         self.mla(i, correct(rho * delta, self.m[i], reorient="ramp"), 1.0)
+
+    heloco_adaptive = heloco_ramp
 
     def delayed_nesterov(self, i: int, delta: Tensor, rho: float) -> None:
         n = self.workers
@@ -634,6 +637,11 @@ PRESETS: dict[str, tuple[type, str, bool, dict[str, Any]]] = {
     "heloco-ramp": (
         HeLoCo, "base", False,
         {"lr": 0.7, "momentum": 0.9, "lookahead": True, "reorient": "ramp", "weigh": "before", "c_ok": 0.2, "k_s": 0.5,
+         "k_d": 1.0, "kappa": 3.0, "beta_max": 0.5, "eps": 1e-8, "c_bad": -0.2},
+    ),
+    "heloco-adaptive": (
+        HeLoCo, "annealed", False,
+        {"lr": 1.0, "momentum": 0.9, "lookahead": True, "reorient": "ramp", "weigh": "before", "c_ok": 0.2, "k_s": 0.5,
          "k_d": 1.0, "kappa": 3.0, "beta_max": 0.5, "eps": 1e-8, "c_bad": -0.2},
     ),
 }  # fmt: skip

@@ -100,6 +100,14 @@ _ALL = (
         about="The authors' code: λ = min(k_d(c_ok−cos)/(c_ok−c_bad)·conf, 1), weighed before the correction.",
         equation=f"G = correct(ρΔ, m),  {_MLA_STEP};  {_CORRECT};  start: θ − ημm",
     ),
+    Method(
+        name="heloco-adaptive",
+        rule=HeLoCo,
+        options={"reorient": "ramp", "weigh": "before", "lr": 1.0},
+        weight="annealed",
+        about="heloco-ramp with η 1 and a weight that grows from 1/K to 1/√K in the course of the run.",
+        equation=f"ρ = 1/√(K(1+(K−1)c)), c from 1 to 0 as a cosine,  G = correct(ρΔ, m),  {_MLA_STEP};  start: θ − ημm",
+    ),
 )
 
 METHODS: dict[str, Method] = {method.name: method for method in _ALL}

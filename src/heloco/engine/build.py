@@ -13,7 +13,7 @@ from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
-from heloco.policy import Drop, inner_steps, make_choice, make_guard, make_weight
+from heloco.policy import Drop, Weight, inner_steps, make_choice, make_guard, make_weight
 from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
 from heloco.synchronizer import Synchronizer
 from heloco.task import Task
@@ -105,12 +105,18 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
         windows_per_step=config.inner.windows_per_step,
         ledger=Ledger(windows),
         choose_shard=make_choice(workers.assign, workers=len(workers.paces), shards=len(windows), seed=config.run.seed),
-        weight=make_weight(outer.weight or method.weight, **weight_options(outer)),
+        weight=_weight(config),
         drop=Drop(outer.drop, outer.drop_above),
         guard=make_guard(outer.norm_limit, outer.norm_policy),
         barrier=method.barrier,
         buffers=list(model.buffers()),
     )
+
+
+def _weight(config: RunConfig) -> Weight:
+    name = config.outer.weight or get_method(config.outer.method).weight
+    length = {"length": config.run.arrivals} if name in ("annealed", "discounted") else {}
+    return make_weight(name, **weight_options(config.outer), **length)
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ import copy
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ URGENT = 0.9  # of the time that is left
 WIDEST = {"cuda": 96, "cpu": 8}
 WAVES = {"cuda": 2, "cpu": 1}  # under way at a time
 SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
-SHARE_OF_RUNS = 0.4  # of the free memory; the stack takes what it needs of the rest
+SHARE_OF_RUNS = 0.5  # of the free memory; the stack takes what it needs of the rest
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,23 @@ def run_fleet(
     if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
     try:
-        Fleet(planned, watcher, device, stopping).run()
+        with host_work_first(device):
+            Fleet(planned, watcher, device, stopping).run()
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def host_work_first(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU, a stream of high priority for everything but the stacks.
+
+    Taking in a result is many small kernels, and the host waits for them at every arrival. At equal priority each of them would
+    wait for the large kernels of the stack that runs at the same time.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return torch.cuda.stream(stream)
 
 
 @dataclass
@@ -98,7 +113,7 @@ Wave = list[tuple[_Member, Round]]
 class Fleet:
     def __init__(self, planned: Sequence[Planned], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]) -> None:
         self.watcher, self.device, self.stopping = watcher, device, stopping
-        self.waiting = [_member(order, each) for order, each in enumerate(planned)]
+        self.waiting = [make_member(order, each) for order, each in enumerate(planned)]
         self.running: list[_Member] = []
         self.steps_total = sum(member.steps_left for member in self.waiting)
         self.steps_done = 0
@@ -196,8 +211,11 @@ class Fleet:
         self.running.remove(member)
 
     def _run_bytes(self, member: _Member) -> int:
-        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result."""
-        return (3 + 2 * len(member.planned.config.workers.paces)) * _bytes(self._model(member.planned.task))
+        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result, and
+        where AdamW's two moments are kept, those before and mostly also those after the round."""
+        config = member.planned.config
+        of_worker = 5 if config.inner.keep_state else 2
+        return (3 + of_worker * len(config.workers.paces)) * _bytes(self._model(member.planned.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""
@@ -215,7 +233,7 @@ class Fleet:
         return self._inners[key]
 
 
-def _member(order: int, planned: Planned) -> _Member:
+def make_member(order: int, planned: Planned) -> _Member:
     config = planned.config
     check_stackable(config.inner)
     workers = config.workers

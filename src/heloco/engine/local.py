@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,7 @@ import heloco
 from heloco.engine.build import build_parts, describe_model, pick_device
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
+from heloco.inner.second_moment import shared_memory
 from heloco.outer.kernels import name_for
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape import record
@@ -96,7 +98,11 @@ class LocalRun:
         self._parts = build_parts(task, config, model)
         self.model, self.synchronizer = self._parts.model, self._parts.synchronizer
         self.simulation = Simulation(
-            self.synchronizer, paces_s=config.workers.paces, arrivals=config.run.arrivals, grace_s=config.workers.grace_s
+            self.synchronizer,
+            paces_s=config.workers.paces,
+            arrivals=config.run.arrivals,
+            grace_s=config.workers.grace_s,
+            share=partial(shared_memory, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
         )
         self.units = 0
         self._evaluated_at = -1

@@ -13,7 +13,7 @@ round at a time, or many simulations can share one device:
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,16 +22,28 @@ from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
 
 NS = 1_000_000_000
 ARRIVE, START = 0, 1  # priorities within one instant
+Memory = dict[str, Tensor] | None
+"""What a worker keeps from its last round; None before the first."""
 
 
 class Simulation:
-    def __init__(self, synchronizer: Synchronizer, *, paces_s: Sequence[float], arrivals: int, grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        synchronizer: Synchronizer,
+        *,
+        paces_s: Sequence[float],
+        arrivals: int,
+        grace_s: float = 0.0,
+        share: Callable[[int, list[Memory]], Memory] | None = None,
+    ) -> None:
+        """`share` makes the optimizer's state that a worker starts with from its number and what each worker kept."""
         assert len(paces_s) == synchronizer.workers
+        self._share = share
         self.synchronizer = synchronizer
         self.budget = arrivals
         self.now_ns = 0
         self.started_ns = [0] * len(paces_s)
-        self.memory: list[dict[str, Tensor] | None] = [None] * len(paces_s)
+        self.memory: list[Memory] = [None] * len(paces_s)
         self._pace_ns = [round(pace * NS) for pace in paces_s]
         self._grace_ns = round(grace_s * NS)
         self._window_end_ns = -1
@@ -80,7 +92,7 @@ class Simulation:
 
     def _start(self, worker: int) -> None:
         handed = self.synchronizer.dispatch(worker)
-        handed.memory = self.memory[worker]
+        handed.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
         self._rounds[worker] = handed
         self.started_ns[worker] = self.now_ns
         heapq.heappush(self._events, (self.now_ns + handed.inner_steps * self._pace_ns[worker], ARRIVE, worker))
@@ -107,6 +119,8 @@ class Simulation:
             # rounds of one version start from the same tensors: kept once
             tensors |= {f"start.{under_way.version}.{i}": t for i, t in enumerate(under_way.parameters)}
             tensors |= {f"start_buffer.{under_way.version}.{i}": t for i, t in enumerate(under_way.buffers)}
+            if self._share:  # others have arrived since: it could not be made again
+                tensors |= {f"shared.{worker}.{name}": t for name, t in (under_way.memory or {}).items()}
         for worker, memory in enumerate(self.memory):
             tensors |= {f"memory.{worker}.{name}": t for name, t in (memory or {}).items()}
         clock = {
@@ -135,7 +149,7 @@ class Simulation:
                 worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.run_steps,
                 [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))],
                 [t for _, t in sorted(_under(f"start_buffer.{held.version}.", tensors), key=lambda item: int(item[0]))],
-                self.memory[worker],
+                (dict(_under(f"shared.{worker}.", tensors)) or None) if self._share else self.memory[worker],
             )  # fmt: skip
 
 

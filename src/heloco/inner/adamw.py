@@ -1,4 +1,4 @@
-"""AdamW over a stack: each slice has its own learning rate, its own count of steps, and may stand still while others go on."""
+"""AdamW over a stack: each slice has its own settings, its own count of steps, and may stand still while others go on."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,17 +12,31 @@ from heloco.inner.options import InnerOptions
 CHUNK = 2048  # elements per program of the kernel
 
 
-def adamw_factors(taken: Tensor, lr: Tensor, active: Tensor, options: InnerOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Per slice, in float64: the step's size, the second moment's correction, the decay. A slice that is not active stays."""
+SETTINGS = ("beta1", "beta2", "adam_eps", "weight_decay")
+"""The fields of `InnerOptions` that each slice has its own value of, a row each in the settings of a stack."""
+
+
+def settings_of(options: InnerOptions) -> list[float]:
+    return [getattr(options, name) for name in SETTINGS]
+
+
+def adamw_factors(taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> Tensor:
+    """What a step of AdamW multiplies with, in float64, a column for each slice:
+
+    the step's size, the second moment's correction, the decay, whether the slice is active, 1 − β1, 1 − β2, ε.
+    """
+    beta1, beta2, eps, weight_decay = settings
     count = taken.clamp(min=1)
-    return active * lr / (1 - options.beta1**count), (1 - options.beta2**count).sqrt(), 1 - active * lr * options.weight_decay
+    size = active * lr / (1 - beta1**count)
+    return torch.stack(
+        [size, (1 - beta2**count).sqrt(), 1 - active * lr * weight_decay, active, (1 - beta1) * active, (1 - beta2) * active, eps]
+    )
 
 
 class AdamW:
     """Moves all blocks of a stack, in one launch where the kernel serves. The blocks are contiguous and stay where they are."""
 
-    def __init__(self, parameters: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], options: InnerOptions) -> None:
-        self.options = options
+    def __init__(self, parameters: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor]) -> None:
         self._blocks = list(zip([p.detach() for p in parameters], exp_avg, exp_avg_sq, strict=True))
         self._fused = serves(parameters)
         if self._fused:
@@ -34,12 +48,12 @@ class AdamW:
             self._recorded: Tensor | None = None
 
     def move(self, gradients: Sequence[Tensor], factors: Tensor) -> None:
-        """`factors`: those of `adamw_factors`, and whether a slice is active, [4, S]."""
+        """`factors`: those of `adamw_factors`."""
         if self._fused:
             self._launch([g.contiguous() for g in gradients], factors.float())
             return
         for (p, m, v), g in zip(self._blocks, gradients, strict=True):
-            adamw_move(p, m, v, g, factors.to(p.dtype).view(4, -1, *[1] * (p.dim() - 1)), self.options)
+            adamw_move(p, m, v, g, factors.to(p.dtype).view(len(factors), -1, *[1] * (p.dim() - 1)))
 
     def _launch(self, gradients: list[Tensor], factors: Tensor) -> None:
         from heloco.inner.adamw_kernel import adamw_kernel
@@ -49,9 +63,9 @@ class AdamW:
             self._recorded = addresses  # the same in every replay
         else:
             self._addresses.copy_(addresses)
-        slices, options = factors.shape[1], self.options
+        slices = factors.shape[1]
         adamw_kernel[(len(self._pieces), slices)](
-            self._addresses, self._pieces, factors, slices, 1 - options.beta1, 1 - options.beta2, options.adam_eps,
+            self._addresses, self._pieces, factors, slices,
             CHUNK=CHUNK, ALIGNED=self._aligned and not (addresses % 16).any().item(), num_warps=8,
         )  # fmt: skip
 
@@ -66,12 +80,33 @@ def serves(parameters: Sequence[Tensor]) -> bool:
     return importlib.util.find_spec("triton") is not None and all(p.is_cuda and p.dtype is torch.float32 for p in parameters)
 
 
-def adamw_move(p: Tensor, m: Tensor, v: Tensor, g: Tensor, factors: Tensor, options: InnerOptions) -> None:
+def adamw_move(p: Tensor, m: Tensor, v: Tensor, g: Tensor, factors: Tensor) -> None:
     """AdamW on one block of all slices."""
-    size, root, decay, here = factors
-    m.add_((g - m) * ((1 - options.beta1) * here))
-    v.add_((g * g - v) * ((1 - options.beta2) * here))
-    p.mul_(decay).sub_(size * m / (v.sqrt() / root + options.adam_eps))
+    size, root, decay, _, rise1, rise2, eps = factors
+    m.add_((g - m) * rise1)
+    v.add_((g * g - v) * rise2)
+    p.mul_(decay).sub_(size * m / (v.sqrt() / root + eps))
+
+
+def without_gradient(p: Tensor, m: Tensor, v: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(p, m, v) after steps of AdamW without a gradient, as new tensors: what becomes of table rows that a round does not read.
+
+    m decays by β1 and v by β2 in each step, and p moves by what is left of m. `factors`: a column for each step.
+    """
+    if serves([p, m, v]) and p.is_contiguous() and m.is_contiguous() and v.is_contiguous():
+        from heloco.inner.adamw_kernel import without_gradient_kernel
+
+        after = torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
+        numbers = factors.float().contiguous()
+        without_gradient_kernel[(-(-p.numel() // CHUNK),)](
+            p, m, v, *after, numbers, factors.shape[1], p.numel(), CHUNK=CHUNK, num_warps=8
+        )
+        return after
+    p, m, v = p.clone(), m.clone(), v.clone()
+    nothing = torch.zeros_like(p)
+    for column in factors.to(p.dtype).unbind(1):
+        adamw_move(p, m, v, nothing, column)
+    return p, m, v
 
 
 def clipped(gradients: Sequence[Tensor], norm: float) -> list[Tensor]:

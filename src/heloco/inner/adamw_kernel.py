@@ -16,11 +16,11 @@ def _at(address, offset, ALIGNED: tl.constexpr):
 
 @triton.jit
 def adamw_kernel(
-    addresses, pieces, factors, slices, rise1, rise2, eps, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
+    addresses, pieces, factors, slices, CHUNK: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
     """One piece of one block in one slice. addresses: p, m, v, g of each block; pieces: (block, elements of a slice, beginning);
-    factors: as `adamw_factors` gives them, and whether the slice is active. ALIGNED: every block has a multiple of four elements,
-    from a multiple of 16 bytes on."""
+    factors: as `adamw_factors` gives them. ALIGNED: every block has a multiple of four elements, from a multiple of 16 bytes
+    on."""
     piece = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1).to(tl.int64)
     block, size, start = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
@@ -35,10 +35,27 @@ def adamw_kernel(
     g = _at(tl.load(addresses + 4 * block + 3), offset, ALIGNED) + i
     gradient, first, second = tl.load(g, mask=here), tl.load(m, mask=here), tl.load(v, mask=here)
     step, root = tl.load(factors + s), tl.load(factors + slices + s)
-    decay, active = tl.load(factors + 2 * slices + s), tl.load(factors + 3 * slices + s)
-    first += (gradient - first) * (rise1 * active)
-    second += (gradient * gradient - second) * (rise2 * active)
+    decay, eps = tl.load(factors + 2 * slices + s), tl.load(factors + 6 * slices + s)
+    first += (gradient - first) * tl.load(factors + 4 * slices + s)
+    second += (gradient * gradient - second) * tl.load(factors + 5 * slices + s)
     moved = tl.load(p, mask=here) * decay - step * first / (tl.sqrt(second) / root + eps)
     tl.store(m, first, mask=here)
     tl.store(v, second, mask=here)
     tl.store(p, moved, mask=here)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def without_gradient_kernel(p, m, v, p_after, m_after, v_after, factors, steps, size, CHUNK: tl.constexpr):
+    """All steps of a round for elements without a gradient, with one reading and one writing of them."""
+    i = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    here = i < size
+    x, first, second = tl.load(p + i, mask=here), tl.load(m + i, mask=here), tl.load(v + i, mask=here)
+    for t in range(steps):
+        step, root = tl.load(factors + t), tl.load(factors + steps + t)
+        decay, eps = tl.load(factors + 2 * steps + t), tl.load(factors + 6 * steps + t)
+        first += (0.0 - first) * tl.load(factors + 4 * steps + t)
+        second += (0.0 - second) * tl.load(factors + 5 * steps + t)
+        x = x * decay - step * first / (tl.sqrt(second) / root + eps)
+    tl.store(p_after + i, x, mask=here)
+    tl.store(m_after + i, first, mask=here)
+    tl.store(v_after + i, second, mask=here)

@@ -31,6 +31,9 @@ class InnerOptions:
     adam_eps: float = 1e-8
     keep_state: bool = False
     """Whether AdamW's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
+    second_moment: Literal["", "pooled", "rows"] = ""
+    """What workers share of AdamW's kept second moment, in simulations alone. rows: each row of a table (embedding, head) is
+    raised to the mean over all workers. pooled: every element is the mean over all workers. Unset: nothing."""
     clip: float = 0.0
     """Gradient norm to clip to; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -51,6 +54,10 @@ class InnerOptions:
         for name, known in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(known)}.")
+        if self.second_moment not in ("", "pooled", "rows"):
+            raise UserError(f"second_moment is {self.second_moment!r}: choose rows or pooled, or leave it out.")
+        if self.second_moment and not self.keep_state:
+            raise UserError("second_moment says what workers share of the state they keep: give --keep-state too.")
 
     @property
     def windows_per_step(self) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heloco.inner.adamw import AdamW, adamw_factors, clipped
+from heloco.inner.adamw import SETTINGS, AdamW, adamw_factors, clipped, settings_of, without_gradient
 from heloco.inner.options import InnerOptions
 from heloco.inner.stacked_loss import StackedLoss
 from heloco.inner.table import Table
@@ -24,8 +24,7 @@ class Stack:
         self, model: nn.Module, loss: StackedLoss, options: InnerOptions, size: int, steps: int, device: torch.device
     ) -> None:
         self.loss, self.options, self.size, self.steps, self.device = loss, options, size, steps, device
-        fresh = not options.keep_state  # else rows that are not read move too: the optimizer remembers them
-        self.table = Table(loss.table, size, device) if fresh and loss.table is not None else None
+        self.table = Table(loss.table, size, device) if loss.table is not None else None
         shapes = [(size, *p.shape) for p in model.parameters()]
         if self.table:
             shapes[self.table.index] = (size, 0, *shapes[self.table.index][2:])  # grows with what rounds read
@@ -41,6 +40,7 @@ class Stack:
         self.taken = torch.zeros(size, dtype=torch.float64, device=device)
         self.lr = torch.zeros(steps, size, dtype=torch.float64, device=device)
         self.active = torch.zeros_like(self.lr)
+        self.settings = torch.zeros(len(SETTINGS), size, dtype=torch.float64, device=device)
         self.losses = torch.zeros_like(self.lr)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.data: Any = None
@@ -48,19 +48,20 @@ class Stack:
         self.busy = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._done: torch.cuda.Event | None = None
-        self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq, options)
+        self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq)
 
     # ---- load
 
     @torch.no_grad()
     def load(self, jobs: Sequence["Job"], data: Sequence[Any]) -> None:
         """The starts, data, learning rates and optimizers' state of at most S rounds; slices beyond them stand still."""
-        rates, active = np.zeros(self.lr.shape), np.zeros(self.lr.shape)
+        rates, active, settings = np.zeros(self.lr.shape), np.zeros(self.lr.shape), np.zeros(self.settings.shape)
         for s, job in enumerate(jobs):
             own = job.round.inner_steps
-            rates[:own, s], active[:own, s] = job.learning_rates(), 1
+            rates[:own, s], active[:own, s], settings[:, s] = job.learning_rates(), 1, settings_of(job.options)
         self.lr.copy_(torch.from_numpy(rates))
         self.active.copy_(torch.from_numpy(active))
+        self.settings.copy_(torch.from_numpy(settings))
         self.at.zero_()
         self._load_data(jobs, data)
         self._load_state(jobs)
@@ -85,7 +86,7 @@ class Stack:
             for group in (self.parameters, self.exp_avg, self.exp_avg_sq):
                 old = group[index]
                 group[index] = old.new_zeros(self.size, rows, *old.shape[2:]).requires_grad_(old.requires_grad)
-            self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq, self.options)
+            self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq)
             self._graph = None  # it knew the old ones
 
     def _load_state(self, jobs: Sequence["Job"]) -> None:
@@ -98,7 +99,10 @@ class Stack:
             if memory := job.round.memory:
                 self.taken[s] = memory["0.step"]
                 for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-                    torch._foreach_copy_([m[s] for m in moment], [memory[f"{i}.{name}"] for i in range(len(moment))])
+                    kept = [memory[f"{i}.{name}"] for i in range(len(moment))]
+                    torch._foreach_copy_([m[s] for m in self._whole(moment)], self._whole(kept))
+                    if self.table:
+                        self.table.read(s, kept[self.table.index], moment[self.table.index][s])
 
     def _whole(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """The blocks that ride whole: all but the table."""
@@ -164,7 +168,7 @@ class Stack:
             self.taken += active
             if options.clip:
                 gradients = clipped(gradients, options.clip)
-            self._adamw.move(gradients, torch.stack([*adamw_factors(self.taken, lr, active, options), active]))
+            self._adamw.move(gradients, adamw_factors(self.taken, lr, active, self.settings))
             self.at += 1
 
     # ---- results
@@ -173,36 +177,65 @@ class Stack:
     def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
         self._wait()
         traces = self.losses.T.tolist()
-        return [self._contribution(s, job, traces[s][: job.round.inner_steps], data[s]) for s, job in enumerate(jobs)]
+        idle = self._idle_factors(jobs) if self.table else None
+        each = zip(jobs, traces, data, strict=False)
+        return [self._contribution(s, job, t[: job.round.inner_steps], d, idle) for s, (job, t, d) in enumerate(each)]
 
-    def _contribution(self, s: int, job: "Job", trace: list[float], data: Any) -> Contribution:
+    def _idle_factors(self, jobs: Sequence["Job"]) -> Tensor:
+        """AdamW's factors at every step of the rounds, [7, S, steps]: for the rows of the table that a round did not read."""
+        own = torch.zeros(self.size, 1, dtype=torch.float64)
+        own[: len(jobs), 0] = torch.tensor([job.round.inner_steps for job in jobs])
+        steps = torch.arange(1, self.steps + 1, dtype=torch.float64) - own
+        taken = self.taken[:, None] + steps.to(self.device)
+        return adamw_factors(taken, self.lr.T, self.active.T, self.settings[..., None].expand(-1, -1, self.steps))
+
+    def _contribution(self, s: int, job: "Job", trace: list[float], data: Any, idle: Tensor | None) -> Contribution:
         handed = job.round
+        moved = list(torch._foreach_sub(self._whole(handed.parameters), self._slices[s]))
+        memory = self._memory(s) if job.options.keep_state else None
+        if self.table:
+            at = self.table.index
+            assert idle is not None
+            end, *moments = self._whole_table(s, job, idle[:, s, : handed.inner_steps])
+            moved.insert(at, handed.parameters[at] - end)
+            if memory:
+                memory |= zip((f"{at}.exp_avg", f"{at}.exp_avg_sq"), moments, strict=True)
         return Contribution(
             handed.worker,
             handed.index,
             handed.version,
-            pseudo_gradient=self._pseudo_gradient(s, job),
+            pseudo_gradient=moved,
             buffers=[b[s].clone() for b in self.buffers],
             loss=sum(trace) / len(trace),
             last_loss=trace[-1],
             samples=sum(count for _, count in handed.spans),
             units=job.task.units(data),
-            memory=self._memory(s) if job.options.keep_state else None,
+            memory=memory,
         )
 
-    def _pseudo_gradient(self, s: int, job: "Job") -> list[Tensor]:
-        start = job.round.parameters
-        found = list(torch._foreach_sub(self._whole(start), self._slices[s]))
-        if self.table:
-            decay = float(np.prod([1 - lr * self.options.weight_decay for lr in job.learning_rates()]))
-            at = self.table.index
-            found.insert(at, self.table.pseudo_gradient(s, start[at], self.parameters[at][s], decay))
-        return found
+    def _whole_table(self, s: int, job: "Job", factors: Tensor) -> tuple[Tensor, ...]:
+        """The table and its two moments after the round: the rows that were read, and the others, which had no gradient."""
+        assert self.table
+        at, memory = self.table.index, job.round.memory
+        start, moments = job.round.parameters[at], (self.exp_avg[at][s], self.exp_avg_sq[at][s])
+        idle: tuple[Tensor, ...]
+        if memory:
+            idle = without_gradient(start, memory[f"{at}.exp_avg"], memory[f"{at}.exp_avg_sq"], factors)
+        else:  # m and v are 0 there
+            decay = float(np.prod([1 - lr * job.options.weight_decay for lr in job.learning_rates()]))
+            idle = (start * decay, *(start.new_zeros(start.shape) for _ in moments if job.options.keep_state))
+        ends = zip(idle, (self.parameters[at][s], *moments), strict=False)
+        return tuple(self.table.write(s, end.detach(), into) for into, end in ends)
 
     def _memory(self, s: int) -> dict[str, Tensor]:
-        memory = {"0.step": self.taken[s].clone()}
-        for i, (m, v) in enumerate(zip(self.exp_avg, self.exp_avg_sq, strict=True)):
-            memory |= {f"{i}.exp_avg": m[s].clone(), f"{i}.exp_avg_sq": v[s].clone(), f"{i}.step": memory["0.step"]}
+        """AdamW's state, as `SequentialInner` keeps it; of the table only the rows that were read."""
+        step = self.taken[s].clone()
+        memory = {f"{i}.step": step for i in range(len(self.exp_avg))}
+        for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            kept = [m[s] for m in moment]
+            copies = [torch.empty_like(m) for m in kept]
+            torch._foreach_copy_(copies, kept)  # a few launches instead of one for each block
+            memory |= {f"{i}.{name}": copy for i, copy in enumerate(copies)}
         return memory
 
 

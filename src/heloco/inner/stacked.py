@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from heloco.errors import UserError
+from heloco.inner.adamw import SETTINGS
 from heloco.inner.options import InnerOptions, learning_rate
 from heloco.inner.stack import Stack
 from heloco.inner.stacked_loss import StackedLoss, stacked_loss
@@ -31,12 +32,10 @@ Results = Callable[[], list[Contribution]]
 
 @functools.cache
 def kind_of(options: InnerOptions) -> InnerOptions:
-    """What must be alike in one stack: all but the learning rate's course."""
+    """What must be alike in one stack: all but the learning rate's course and AdamW's settings."""
     alike = InnerOptions()
-    return replace(
-        options, lr=alike.lr, lr_min=alike.lr_min, warmup=alike.warmup, schedule_steps=alike.schedule_steps,
-        lr_position=alike.lr_position,
-    )  # fmt: skip
+    free = ("lr", "lr_min", "warmup", "schedule_steps", "lr_position", "second_moment", *SETTINGS)
+    return replace(options, **{name: getattr(alike, name) for name in free})
 
 
 def check_stackable(options: InnerOptions) -> None:

@@ -1,7 +1,9 @@
 """A table of which a round reads a few rows (the token embedding): only those ride in the stack.
 
-A row that is not read has no gradient, and AdamW that starts afresh does nothing to it but decay it: p ← p Π(1 − lr·wd). So the
-round's rows are gathered at its start, moved with everything else, and put back at its end, when the others decay at once.
+A row that is not read has no gradient. AdamW that starts afresh only decays it: p ← p Π(1 − lr·wd). AdamW that keeps its state
+also moves it by what is left of the momentum, and needs nothing but the row itself for that (`adamw.without_gradient`). So the
+rows that a round reads are gathered at its start, moved with everything else, and put back at its end. The others are moved
+at the end, all steps at once.
 """
 
 from typing import Any
@@ -38,7 +40,6 @@ class Table:
     def read(self, s: int, start: Tensor, into: Tensor) -> None:
         torch.index_select(start, 0, self._rows[s], out=into[: len(self._rows[s])])
 
-    def pseudo_gradient(self, s: int, start: Tensor, end: Tensor, decay: float) -> Tensor:
-        """start − end of the whole table."""
-        rows = self._rows[s]
-        return (start * (1 - decay)).index_copy_(0, rows, start.index_select(0, rows) - end[: len(rows)])
+    def write(self, s: int, rows: Tensor, into: Tensor) -> Tensor:
+        """The rows that the round read, put into their places."""
+        return into.index_copy_(0, self._rows[s], rows[: len(self._rows[s])])

@@ -85,6 +85,51 @@ class Share:
         return min(max(compensation, self.floor), self.ceiling) / math.sqrt(standing.workers)
 
 
+@dataclass(frozen=True)
+class Annealed:
+    """ρ = 1/√(K(1 + (K−1)c)), c = correlation · ½(1 + cos π·progress): from 1/K at the start of a run to 1/√K at its end.
+
+    K contributions with a mean cosine c between them, each weighed by ρ, add up to a step of one contribution's length. Early in
+    a run, while the inner learning rate is high, workers make the same large moves, so a sum above their mean overshoots.
+    Later they have little in common, and the mean would be too short. c follows the cosine of the inner learning rate.
+    correlation = 0, or a run of unknown length, is the base weight 1/√K.
+    """
+
+    length: int = 0
+    """The arrivals of the whole run; 0: not known."""
+    correlation: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.correlation <= 1:
+            raise UserError(f"weight_correlation is {self.correlation!r}: give a number from 0 to 1.")
+
+    def __call__(self, standing: Standing) -> float:
+        k = standing.workers
+        return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(standing.arrivals)))
+
+    def cosine(self, arrivals: int) -> float:
+        """c after this many arrivals."""
+        progress = min(1.0, arrivals / self.length) if self.length else 1.0
+        return self.correlation * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class Discounted(Annealed):
+    """1/ρ² = n + (K² − n)c for n ≤ K, and K/n times the weight at n = K for a slower worker; n = 1 / its share of arrivals.
+
+    n is how many contributions arrive during one of the worker's rounds, its own included. For equal workers n = K and ρ is the
+    annealed weight. A fast worker's ρ rises to 1/√n, because few others are under way with it. A contribution that is n/K
+    cycles old counts K/n: the others have made the same moves in the meantime. For flexible shards: with fixed shards the data
+    of slow workers would be neglected.
+    """
+
+    def __call__(self, standing: Standing) -> float:
+        k = standing.workers
+        n = (standing.arrivals + k) / (standing.worker_arrivals + 1)  # as if each had arrived once before: no jumps at first
+        few = min(n, k)
+        return min(1.0, k / n) / math.sqrt(few + (k * k - few) * self.cosine(standing.arrivals))
+
+
 def _finite(name: str, value: float) -> None:
     if not 0 <= value < math.inf:
         raise UserError(f"{name} is {value!r}: give a finite number ≥ 0.")
@@ -96,6 +141,8 @@ WEIGHTS: dict[str, Callable[..., Weight]] = {
     "constant": Constant,
     "polynomial": Polynomial,
     "share": Share,
+    "annealed": Annealed,
+    "discounted": Discounted,
 }
 
 

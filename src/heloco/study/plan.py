@@ -60,7 +60,7 @@ def make_plan(
     build_task: BuildTask = build_task_of,
 ) -> Plan:
     """The study's grid, or the part of it with these rows and methods, over `settings` such as data and tokenizer."""
-    tasks = _Tasks(build_task)
+    tasks = Tasks(build_task)
     places, digests, runs = [], [], dict[str, Planned]()
     for place in grid(study, scale=scale, seeds=seeds, rows=rows, methods=methods, settings=settings):
         task, config = tasks.of(place.config)
@@ -72,7 +72,7 @@ def make_plan(
     return Plan(study, scale, places, digests, runs)
 
 
-class _Tasks:
+class Tasks:
     """Builds each task once: runs with the same data, model and seed share it."""
 
     def __init__(self, build: BuildTask) -> None:

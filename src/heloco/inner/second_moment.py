@@ -1,0 +1,54 @@
+"""What workers share of AdamW's second moment, so that a worker with one language does not unlearn the others.
+
+A worker that sees one language alone has tiny gradients in the rows of the head that belong to tokens of other languages: all
+they do is lower probabilities that are almost 0 already. Its own second moment v is as tiny there, so AdamW turns these
+gradients into full steps, and in 80 of them the worker unlearns what it does not see. With flexible shards v has seen all
+languages. With fixed shards the workers can share it:
+
+    rows     v ← v + max(0, r̄ − r) in each row of a table    r: the mean of a row. One number per row travels both ways
+    pooled   v ← v̄                                           as many numbers as the model has travel both ways
+
+r̄ and v̄ are means over the workers. AdamW divides v by 1 − β2^t, so each worker's is divided by that before, and the mean is
+multiplied by the receiving worker's own after.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Memory = dict[str, Tensor]
+"""AdamW's state as `SequentialInner` keeps it: "3.exp_avg_sq" belongs to the fourth parameter."""
+
+
+@torch.no_grad()
+def shared_memory(how: str, beta2: float, worker: int, kept: Sequence[Memory | None]) -> Memory | None:
+    """The state that a worker begins a round with, from what each worker kept; None before its first round."""
+    own, there = kept[worker], [memory for memory in kept if memory]
+    if own is None or len(there) < 2:
+        return own
+    names = [name for name, moment in own.items() if name.endswith(".exp_avg_sq") and (how == "pooled" or is_table(moment))]
+    corrections = [1 - beta2 ** memory["0.step"].double() for memory in there]  # on their device: the host does not wait
+    ours = 1 - beta2 ** own["0.step"].double()
+
+    def mean(moments_of: Sequence[list[Tensor]]) -> list[Tensor]:
+        total: list[Tensor] = []
+        for moments, correction in zip(moments_of, corrections, strict=True):
+            scaled = list(torch._foreach_mul(moments, ours / correction / len(there)))
+            total = list(torch._foreach_add(total, scaled)) if total else scaled
+        return total
+
+    if how == "pooled":
+        return {**own, **dict(zip(names, mean([[memory[name] for name in names] for memory in there]), strict=True))}
+    means = mean([[_rows(memory[name]) for name in names] for memory in there])
+    raised = {name: own[name] + (row - _rows(own[name])).clamp(min=0) for name, row in zip(names, means, strict=True)}
+    return {**own, **raised}
+
+
+def _rows(moment: Tensor) -> Tensor:
+    return moment.mean(1, keepdim=True)
+
+
+def is_table(moment: Tensor) -> bool:
+    """Whether a parameter has a row for each token, judged by its shape: more than four times as many rows as columns."""
+    return moment.dim() == 2 and moment.shape[0] > 4 * moment.shape[1]
