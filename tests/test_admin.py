@@ -172,7 +172,7 @@ def test_a_token_is_asked_for_at_a_terminal_and_does_not_show(host):
 def test_an_evicted_machine_is_gone_for_good_and_the_others_do_not_notice(host, folder, machine):
     bad, good = machine("bad"), machine("good")
     taken = bad.take()
-    assert "heloco tokens --revoke" in said("evict", "bad", folder, "--reason", "it sends rubbish")
+    assert f"heloco tokens {folder} --revoke" in said("evict", "bad", folder, "--reason", "it sends rubbish")
     assert [m.name for m in host.status().machines] == ["good"]
     with pytest.raises(Refused, match="it sends rubbish"):
         bad.hand_in(taken.key, delta(1), report())
@@ -193,6 +193,15 @@ def test_which_machine_is_meant(host, folder, machine):
     said("evict", ids[0], folder)
     assert [m.machine for m in host.status().machines] == ids[1:]
     assert ids[1] in refused("evict", "nobody", folder)
+    assert "never a machine" in refused("evict", "nobody#00000000", folder)
+
+
+def test_a_machine_that_has_left_can_be_evicted_by_its_id(folder, machine):
+    gone = machine("gone")
+    gone.leave()
+    assert "may not come back" in said("evict", gone.joined.ticket.machine, folder, "--reason", "we know it")
+    with pytest.raises(Refused, match="we know it"):
+        RunClient(gone.link, "gone", returning=gone.joined.ticket, tell=lambda _: None).join()
 
 
 def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):

@@ -23,7 +23,7 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
         (
             "qqq",
             "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, serve, join, "
-            "status, stop, doctor, replay, study, report, compare, watch.",
+            "status, stop, pause, unpause, evict, tokens, doctor, replay, rollback, study, report, compare, watch.",
         ),
         ("", "The following arguments are required: COMMAND. See `heloco --help`."),
         ("train --metod mla", "There is no option --metod for `heloco train`; did you mean '--method'?"),

@@ -1,5 +1,6 @@
 """Checkpoints: the newest two, each whole; a damaged one is named, and deleting it goes on from the one before."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -71,31 +72,33 @@ def test_tensors_of_another_checkpoint(broken_off, unbroken):
     assert_told_and_remedied(broken_off, "is damaged: its tensors are cut short or edited", unbroken(*OFTEN))
 
 
+EDITED = "was edited: its state.json is not the one that SHA256SUMS was written for"
+
+
 @pytest.mark.parametrize("left", [0, 1, 0.5, -1])
 def test_state_cut_short(left, broken_off, unbroken):
     path = newest(broken_off) / "state.json"
     content = path.read_bytes()
     path.write_bytes(content[: left if isinstance(left, int) else int(left * len(content))])
-    assert_told_and_remedied(broken_off, "cannot be read (", unbroken(*OFTEN))
+    assert_told_and_remedied(broken_off, EDITED, unbroken(*OFTEN))
 
 
-@pytest.mark.parametrize("name", ["arrival", "units", "evaluated_at", "tape_bytes", "tensors_sha256", "task_digest"])
+@pytest.mark.parametrize("name", ["arrival", "units", "evaluated_at", "tape_bytes", "task_digest"])
 def test_one_value_of_the_state_edited(name, broken_off, unbroken):
     path = newest(broken_off) / "state.json"
-    document = json.loads(path.read_text())
-    value = document["state"][name]
-    document["state"][name] = value + 1 if isinstance(value, int) else value[::-1]
-    path.write_text(json.dumps(document))
-    assert_told_and_remedied(broken_off, "was edited: its state.json does not match its seal", unbroken(*OFTEN))
+    state = json.loads(path.read_text())
+    state[name] = state[name] + 1 if isinstance(state[name], int) else state[name][::-1]
+    path.write_text(json.dumps(state))
+    assert_told_and_remedied(broken_off, EDITED, unbroken(*OFTEN))
 
 
-@pytest.mark.parametrize("content", [b"[]", b"3", b"{}", b'{"state": {}}', b'{"seal": "", "state": null}', b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"[]", b"3", b"{}", b'{"books": {}}', b"null", b"\xff\xfe"])
 def test_a_state_that_is_something_else(content, broken_off, unbroken):
     (newest(broken_off) / "state.json").write_bytes(content)
     assert_told_and_remedied(broken_off, "", unbroken(*OFTEN))
 
 
-@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors"])
+@pytest.mark.parametrize("name", ["state.json", "tensors.safetensors", "SHA256SUMS"])
 def test_a_file_missing(name, broken_off, unbroken):
     (newest(broken_off) / name).unlink()
     assert_told_and_remedied(broken_off, "cannot be read (", unbroken(*OFTEN))
@@ -103,17 +106,18 @@ def test_a_file_missing(name, broken_off, unbroken):
 
 def test_a_checkpoint_of_another_format(broken_off):
     path = newest(broken_off) / "state.json"
-    document = json.loads(path.read_text())
-    document["state"]["format"] = 2
-    document["seal"] = checkpoint._seal(document["state"])
-    path.write_text(json.dumps(document))
-    assert_refused(broken_off, "resume", broken_off, says="has format 2, this version reads 1")
+    content = path.read_bytes()
+    other = json.dumps(json.loads(content) | {"format": 1}).encode()
+    path.write_bytes(other)
+    sums = path.with_name("SHA256SUMS")
+    sums.write_text(sums.read_text().replace(hashlib.sha256(content).hexdigest(), hashlib.sha256(other).hexdigest()))
+    assert_refused(broken_off, "resume", broken_off, says="has format 1, this version reads 2")
 
 
 def test_the_only_checkpoint_damaged(broken_off):
     shutil.rmtree(checkpoints(broken_off)[0])
     (newest(broken_off) / "tensors.safetensors").write_bytes(b"")
-    assert_refused(broken_off, "resume", broken_off, says="Restore them, or there is no other: start the run anew.")
+    assert_refused(broken_off, "resume", broken_off, says="Restore it, or there is no other: start the run again.")
 
 
 def test_with_no_checkpoint_left_the_run_begins_again(broken_off, unbroken):
@@ -200,10 +204,11 @@ def test_the_same_arrival_can_be_saved_again(tmp_path):
 def test_a_checkpoint_is_plain_safetensors_and_json(unbroken):
     """Nothing of it is ever unpickled."""
     for path in checkpoints(unbroken(*OFTEN)):
-        assert {file.name for file in path.iterdir()} == {"state.json", "tensors.safetensors"}
-        document = json.loads((path / "state.json").read_text())
+        assert {file.name for file in path.iterdir()} == {"state.json", "tensors.safetensors", "SHA256SUMS"}
+        assert json.loads((path / "state.json").read_text())["arrival"] == int(path.name.partition("-")[2])
         tensors = load_file(path / "tensors.safetensors")
-        assert document["state"]["tensors_sha256"] == checkpoint.sha256(path / "tensors.safetensors")
+        sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
+        assert sums == {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in sums} and len(sums) == 2
         assert {"parameter.0", "outer.0.momentum_buffer"} <= tensors.keys()
 
 

@@ -109,7 +109,7 @@ def test_the_barrier_settings_are_killed_inside_a_barrier(unbroken):
     folder = unbroken(*OFTEN, *SETTINGS["sync-nesterov"])
     verdicts = [line["verdict"] for line in tape(folder)]
     assert verdicts == (["gathered"] * 4 + ["applied"]) * 2 + ["gathered"] * 2
-    state = json.loads((checkpoints(folder)[0] / "state.json").read_text())["state"]
+    state = json.loads((checkpoints(folder)[0] / "state.json").read_text())
     assert state["arrival"] == 9 and state["books"]["gathered_workers"] == [0, 1, 2, 3]
 
 
@@ -142,8 +142,8 @@ def test_killed_at_any_touch_of_its_folder_it_resumes_to_the_bit(tmp_path, nurse
         pytest.param(kill("heloco.run.checkpoint:write", 3, "before"), id="before a checkpoint's tensors"),
         pytest.param(kill("heloco.run.checkpoint:write", 3, "after", "halved"), id="in the middle of a checkpoint's tensors"),
         pytest.param(kill("heloco.run.checkpoint:write", 3, "after"), id="between a checkpoint's tensors and its state"),
-        pytest.param(kill("heloco.run.checkpoint:sync_folder", 5, "before"), id="before a checkpoint is renamed"),
-        pytest.param(kill("heloco.run.checkpoint:sync_folder", 6, "before"), id="after a checkpoint is renamed"),
+        pytest.param(kill("heloco.run.checkpoint:make_folder_durable", 5, "before"), id="before a checkpoint is renamed"),
+        pytest.param(kill("heloco.run.checkpoint:make_folder_durable", 6, "before"), id="after a checkpoint is renamed"),
         pytest.param(kill("heloco.run.checkpoint:shutil.rmtree", 3, "before"), id="before an old checkpoint is removed"),
         pytest.param(kill("heloco.inner.sequential:SequentialInner._step", 9), id="in the middle of a round"),
         pytest.param(kill("heloco.run.folder:RunFolder.write_eval", 5), id="after the last evaluation"),

@@ -40,6 +40,16 @@ def roll_back(folder, **options):
     return Rollback(opened_folder, **options).run(lambda new: rebuild(new, opened_folder, None))
 
 
+def test_a_machine_is_left_out_by_its_name_and_a_wrong_name_is_refused(run):
+    folder, hands, _ = run
+    before = digests(folder)
+    with pytest.raises(UserError, match=f"'m7' never joined this run: give one of .*{hands[1].id}"):
+        roll_back(folder, to=15, without=frozenset({"m7"}))
+    assert digests(folder) == before
+    done = roll_back(folder, to=15, without=frozenset({"m1"}))
+    assert (done.machines, done.left_out, done.arrivals) == ((hands[1].id,), 1, 17)
+
+
 def check_goes_on(folder, arrivals):
     service = opened(folder, **OPTIONS)
     assert service.state.run.synchronizer.arrivals == arrivals and not service.state.run.synchronizer.held

@@ -1,12 +1,10 @@
 """What workers share of AdamW's second moment."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from heloco.engine.cluster.host import recipe_of
 from torch import Tensor
 
+from heloco.cluster.server.open_run import check_served
 from heloco.engine.simulate import simulate
 from heloco.errors import UserError
 from heloco.inner.second_moment import is_table, shared_memory
@@ -79,9 +77,9 @@ def test_a_table_has_many_more_rows_than_columns(shape: tuple[int, ...], expecte
 def test_it_is_refused_where_it_has_no_meaning() -> None:
     with pytest.raises(UserError, match="give --keep-state too"):
         with_fields(RunConfig(), {"second_moment": "rows"})
-    config = resolve(with_fields(RunConfig(), {"second_moment": "rows", "keep_state": True}))
-    with pytest.raises(UserError, match="Real machines do not exchange AdamW's state"):
-        recipe_of(config, Path("run"))
+    config = resolve(with_fields(RunConfig(), {"second_moment": "rows", "keep_state": True, "paces": [1, 1]}))
+    with pytest.raises(UserError, match="real machines do not exchange AdamW's state"):
+        check_served(config)
 
 
 def test_with_fixed_shards_the_other_languages_are_not_unlearnt() -> None:

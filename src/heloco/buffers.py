@@ -17,6 +17,36 @@ def are_usable(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return all(bool((y.isfinite() | (y == x)).all()) for x, y in parts)
 
 
+def largest(buffers: Sequence[Tensor]) -> list[float]:
+    """The largest finite absolute value of each. A maximum does not depend on the order of its numbers."""
+    return [max(0.0, *(_largest(part) for (part,) in pieces(buffer.detach()))) for buffer in buffers]
+
+
+def distances(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[float]:
+    """The largest difference between two buffers, for each pair; entries that are infinite in one of them do not count."""
+    pairs = zip(ours, theirs, strict=True)
+    return [max(0.0, *(_largest(_wide(y) - _wide(x)) for x, y in pieces(a, b.to(a.device)))) for a, b in pairs]
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """As numbers whose differences do not overflow."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _largest(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    values = _wide(tensor).abs()
+    return torch.where(values.isfinite(), values, 0.0).max().item()
+
+
+def shortened(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
+    """The other buffer, or what lies on the way to it. Counters are taken as they are, or not at all."""
+    if scale == 1:
+        return theirs
+    return mixed(ours, theirs, scale) if ours.is_floating_point() or ours.is_complex() else ours
+
+
 def mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
     """A new buffer, moved from ours towards the other one by `share`. Counters take the larger value, infinite entries the finite
     one. What is equal in both stays to the bit."""
@@ -24,6 +54,7 @@ def mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
     if not (ours.is_floating_point() or ours.is_complex()):
         return torch.maximum(ours, theirs)
     theirs = theirs.to(ours.dtype)
-    distance = theirs - ours  # without `lerp` and `alpha=`, which round differently from processor to processor
-    moved = ours + distance * share if share < 0.5 else theirs - distance * (1 - share)
+    a, b = _wide(ours), _wide(theirs)
+    distance = b - a  # without `lerp` and `alpha=`, which round differently from processor to processor
+    moved = (a + distance * share if share < 0.5 else b - distance * (1 - share)).to(ours.dtype)
     return torch.where(theirs.isfinite(), torch.where(ours.isfinite(), moved, theirs), ours)

@@ -52,7 +52,7 @@ class Contribution:
 
 Verdict = Literal["applied", "zeroed", "skipped", "refused", "gathered"]
 Code = Literal["", "stale", "norm", "shapes", "not-finite", "buffers-not-finite"]
-NOT_FINITE = "the pseudo-gradient holds NaN or Inf"
+NOT_FINITE = "the pseudo-gradient holds NaN, Inf or far too large numbers"
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ outer rule), the buffers, who holds which round, and the ledger of the data. Its
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.buffers import are_usable, mixed
+from heloco.buffers import are_usable, distances, largest, mixed, shortened
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
@@ -36,6 +36,33 @@ class _Ruling:
     code: Code = ""
     reason: str = ""
     clipped: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """What the norm guard says about a contribution: about its blocks, and about its buffers."""
+
+    blocks: Judgement = field(default_factory=Judgement)
+    buffers: Judgement = field(default_factory=Judgement)
+
+    @property
+    def sentence(self) -> str:
+        return self.blocks.sentence or self.buffers.sentence
+
+    def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The worker's, as far as they are trusted; ours if its Δ was an outlier, which may have spoiled its buffers too."""
+        if self.blocks.sentence:
+            return ours
+        if not self.buffers.scales:
+            return contribution.buffers
+        return list(map(shortened, ours, contribution.buffers, self.buffers.scales))
+
+    def ruling(self, verdict: Verdict) -> _Ruling:
+        """On a contribution that is used, scaled down or as it is."""
+        if not self.sentence:
+            return _Ruling(verdict)
+        clipped = min(self.blocks.smallest_scale, self.buffers.smallest_scale)
+        return _Ruling(verdict, "norm", f"{self.sentence}: clipped", clipped)
 
 
 class _TooLarge(Exception):
@@ -79,6 +106,7 @@ class Synchronizer:
         self.held: dict[int, Round] = {}
         """The round each worker holds, without its tensors."""
         self._norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
+        self._distances = NormHistory(self.workers, [1] * len(self.buffers))
         self._barrier = Barrier()
         self._start: list[Tensor] | None = None
 
@@ -198,7 +226,6 @@ class Synchronizer:
         ruling = _Ruling("applied") if decision == "apply" else _Ruling("zeroed", "stale", stale)
         if self.outer is not None and decision == "apply":
             ruling = self._guarded_step(contribution, held, weight)
-            self._mix_buffers(self._trusted_buffers(contribution, ruling), 1 / self.workers)
         elif self.outer is not None:
             self._step(contribution.pseudo_gradient, 0.0)
         self.outer_step += 1
@@ -206,30 +233,41 @@ class Synchronizer:
 
     def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """One outer step, with what the norm guard leaves of the contribution."""
-        judgement = Judgement()
+        guarded = _Guarded()
 
         def scale(squares: Numbers) -> Sequence[float]:
-            nonlocal judgement
-            judgement = self._judge(held, squares)
-            return judgement.scales
+            nonlocal guarded
+            guarded = self._judge(contribution, held, squares)
+            return guarded.blocks.scales
 
         self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None)
-        return _ruling_of(judgement, "applied")
+        self._mix_buffers(guarded.buffers_of(contribution, self.buffers), 1 / self.workers)
+        return guarded.ruling("applied")
 
-    def _judge(self, held: Round, squares: Numbers) -> Judgement:
+    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Guarded:
         """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` where it is to be refused."""
         assert self.outer is not None
-        judgement = self.guard.judge(
-            self._norms,
-            held.worker,
-            squares.tolist(),
-            inner_steps=held.inner_steps,
-            participants=sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of)),
-            model_norm=self.outer.norm,
-        )
-        if judgement.sentence and self.guard.policy == "refuse":
-            raise _TooLarge(judgement.sentence)
-        return judgement
+        participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
+        guarded = _Guarded(
+            self.guard.judge(
+                self._norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
+                model_norm=self.outer.norm,
+            ),
+            self._judge_buffers(contribution, held, participants),
+        )  # fmt: skip
+        if guarded.sentence and self.guard.policy == "refuse":
+            raise _TooLarge(guarded.sentence)
+        return guarded
+
+    def _judge_buffers(self, contribution: Contribution, held: Round, participants: int) -> Judgement:
+        """At first a buffer may move by ten times its own size, or that of 1; a counter by ten times the round's steps."""
+        if not self.buffers:
+            return Judgement()
+        least = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
+        return self.guard.judge_buffers(
+            self._distances, held.worker, distances(self.buffers, contribution.buffers), participants=participants,
+            at_first=list(map(max, largest(self.buffers), least)),
+        )  # fmt: skip
 
     def _mismatch(self, contribution: Contribution) -> _Ruling | None:
         for ours, theirs, what in (
@@ -252,34 +290,29 @@ class Synchronizer:
         """Buffers move towards the worker's by its share."""
         self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
 
-    def _trusted_buffers(self, contribution: Contribution, ruling: _Ruling) -> list[Tensor]:
-        """The worker's, or ours if its pseudo-gradient was an outlier: what made it so may have spoiled its buffers too."""
-        return self.buffers if ruling.code == "norm" else contribution.buffers
-
     # ---- barrier (synchronous) mode
 
     def _gather(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """Adds ρΔ to the sum; the last of the workers makes the outer step with it."""
-        judgement = Judgement()
+        guarded = _Guarded()
         if self.outer is not None:
             squares = self.outer.squares(contribution.pseudo_gradient)
             if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
-                judgement = self._judge(held, squares)
+                guarded = self._judge(contribution, held, squares)
         self._barrier.workers.append(contribution.worker)
-        gathered = _ruling_of(judgement, "gathered")
         if self.outer is not None:
-            weights = [weight * scale for scale in judgement.scales] or [weight] * len(self.parameters)
-            buffers = self._trusted_buffers(contribution, gathered)
+            weights = [weight * scale for scale in guarded.blocks.scales] or [weight] * len(self.parameters)
+            buffers = guarded.buffers_of(contribution, self.buffers)
             self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
         if len(self._barrier.workers) < self.workers:
-            return gathered
+            return guarded.ruling("gathered")
         if self.outer is not None:
             self._step(self._barrier.sums, 1.0)  # finite: each contribution was checked as it came in
             self._mix_buffers(self._barrier.buffers, 1.0)
         self.outer_step += 1
-        return _ruling_of(judgement, "applied")
+        return guarded.ruling("applied")
 
     def _open_barrier(self) -> tuple[int, ...]:
         self._barrier.open()
@@ -304,7 +337,9 @@ class Synchronizer:
             ],
             "outer": [],
         }
-        tensors: dict[str, Tensor] = {"norms": self._norms_as_tensor()} if self.guard.is_on else {}
+        tensors: dict[str, Tensor] = {}
+        if self.guard.is_on:
+            tensors |= {"norms": _as_tensor(self._norms), "distances": _as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
             tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
         for i, p in enumerate(self.parameters):
@@ -334,7 +369,8 @@ class Synchronizer:
 
         self.buffers, self._barrier.sums = numbered("buffer"), numbered("gathered")
         self._barrier.buffers = numbered("gathered_buffer")
-        self._load_norms(tensors.get("norms"))
+        self._norms = _history(tensors.get("norms"), self._norms)
+        self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
         with torch.no_grad():
             for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
@@ -351,30 +387,26 @@ class Synchronizer:
             "gathered_buffer": self._barrier.buffers,
         }
 
-    def _norms_as_tensor(self) -> Tensor:
-        """The guard's history: (worker, row, norm), with zeros where there is no row yet."""
-        rows = self._norms.rows()
-        table = torch.zeros(self.workers, KEPT, 1 + len(self.parameters), dtype=torch.float64)
-        for worker, of_worker in enumerate(rows):
-            if of_worker:
-                table[worker, : len(of_worker)] = torch.tensor(of_worker, dtype=torch.float64)
-        return table
-
-    def _load_norms(self, table: Tensor | None) -> None:
-        """None: the checkpoint is from before there was such a history."""
-        self._norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
-        if table is not None:
-            self._norms.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
-
 
 _shape = attrgetter("shape")
 
 
-def _ruling_of(judgement: Judgement, verdict: Verdict) -> _Ruling:
-    """On a contribution that is used, scaled down or as it is."""
-    if not judgement.sentence:
-        return _Ruling(verdict)
-    return _Ruling(verdict, "norm", f"{judgement.sentence}: clipped", judgement.smallest_scale)
+def _as_tensor(history: NormHistory) -> Tensor:
+    """(worker, row, norm), with zeros where there is no row yet."""
+    rows = history.rows()
+    table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
+    for worker, of_worker in enumerate(rows):
+        if of_worker:
+            table[worker, : len(of_worker)] = torch.tensor(of_worker, dtype=torch.float64)
+    return table
+
+
+def _history(table: Tensor | None, like: NormHistory) -> NormHistory:
+    """From a checkpoint; None: it was written without a guard."""
+    history = NormHistory(len(like.rows()), like.sizes)
+    if table is not None:
+        history.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
+    return history
 
 
 def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:

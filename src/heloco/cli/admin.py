@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from heloco.cli.addresses import add_address_flags, answered, linked
+from heloco.cli.addresses import add_address_flags, answered, linked, named_address
 from heloco.cli.flags import Parser
 from heloco.errors import UserError, nearest
 
@@ -44,8 +44,10 @@ def pause(parsed: argparse.Namespace) -> int:
 
 
 def unpause(parsed: argparse.Namespace) -> int:
-    answered(lambda: linked(parsed, "admin").unpause())
-    print("The run goes on.")
+    link = linked(parsed, "admin")
+    answered(link.unpause)
+    other = answered(link.status).paused
+    print(f"The pause is over, but the run waits: {other.text}." if other else "The run goes on.")
     return 0
 
 
@@ -53,17 +55,20 @@ def evict(parsed: argparse.Namespace) -> int:
     link = linked(parsed, "admin")
     machines = answered(link.status).machines
     meant = [m for m in machines if parsed.machine in (m.machine, m.name)]
+    if not meant and "#" in parsed.machine:  # an id: the machine may have left
+        answered(lambda: link.evict(parsed.machine, parsed.reason))
+        print(f"{parsed.machine} is not here, and may not come back.")
+        return 0
     if not meant:
-        raise UserError(
-            f"There is no machine {parsed.machine!r} here: {', '.join(m.machine for m in machines) or 'nobody is here'}."
-        )
+        here = ", ".join(m.machine for m in machines) or "nobody is here"
+        raise UserError(f"There is no machine {parsed.machine!r} here: {here}. One that has left is known by its id, NAME#….")
     if len(meant) > 1:
         raise UserError(f"{len(meant)} machines are called {parsed.machine!r}: say which, {', '.join(m.machine for m in meant)}.")
     [machine] = meant
     answered(lambda: link.evict(machine.machine, parsed.reason))
     print(f"{machine.machine} was evicted and may not come back.", end=" ")
     if machine.token:
-        revoke = f"`heloco tokens --revoke {machine.token}`"
+        revoke = f"`heloco tokens {named_address(parsed)} --revoke {machine.token}`"
         print(f"Whoever runs it can join as a new machine with its token, unless you revoke that: {revoke}.")
     else:
         print("It came over Ray: end its process there.")
@@ -71,6 +76,7 @@ def evict(parsed: argparse.Namespace) -> int:
 
 
 def tokens(parsed: argparse.Namespace) -> int:
+    from heloco.cli.serve_view import count_machines
     from heloco.cluster.protocol.messages import to_plain
     from heloco.cluster.protocol.tokens import RIGHTS
 
@@ -90,6 +96,6 @@ def tokens(parsed: argparse.Namespace) -> int:
         print(json.dumps([to_plain(token) for token in listed]))
         return 0
     for token in listed:
-        state = "revoked" if token.is_revoked else f"{token.machines} machines" if token.right == "worker" else "holds"
+        state = "revoked" if token.is_revoked else count_machines(token.machines) if token.right == "worker" else "holds"
         print(f"{token.id:<12} {token.right:<7} made {token.made}  {state:<12} {token.note}")
     return 0

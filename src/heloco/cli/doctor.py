@@ -62,6 +62,8 @@ def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
         yield Finding("connection", False, str(error))
         return
     yield Finding("connection", True, f"{link.address} answers, and shows the token's certificate")
+    if (right := getattr(link, "right", "worker")) != "worker":
+        yield Finding("token", True, f"is for a {right}: with it this machine can look at the run, and cannot join it")
     yield run_of(info)
     for ask in (clock, latency, bandwidth):
         try:

@@ -122,7 +122,7 @@ def rollback(parsed: argparse.Namespace) -> int:
     to = None if parsed.to is None else int(parsed.to)
     done = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
     if parsed.without:
-        left_out = f"{done.left_out} contributions of {', '.join(parsed.without)} were left out"
+        left_out = f"{done.left_out} contributions of {', '.join(done.machines)} were left out"
         print(f"{parsed.folder} stands at arrival {done.arrivals} now: {left_out}.")
     else:
         print(f"{parsed.folder} stands at arrival {done.arrivals} now.")

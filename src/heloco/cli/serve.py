@@ -92,6 +92,7 @@ def page_can_be_shown() -> bool:
 
 def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
     """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
+    from heloco.cluster.server.open_run import check_served
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.config import FIELDS, read_toml, to_toml
@@ -109,6 +110,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
     seats = whole(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
+    check_served(config)
     if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
         RunFolder.check_free(parsed.out)
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)

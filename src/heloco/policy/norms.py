@@ -16,6 +16,10 @@ What is remembered of an outlier is the bound that it broke. So if all norms cha
 limit · (1 + limit) / 2, the bound has followed after two contributions of each worker; a factor of limit³ takes six. Zeros say
 nothing about the scale and are not remembered.
 
+A model's buffers are guarded too, each by its own history: what counts is the largest distance from ours to the worker's, and
+the bound is limit · usual. (With `own` in it, a liar would move our buffers ten times as far as the others bring them back, and
+so make large distances usual.) An outlier moves the buffer by as much as is usual, or not at all if its Δ is one.
+
 At first nothing is usual yet. Until ENOUGH norms of at least QUORUM workers are known, or of all workers if fewer take part, the
 bound is ‖Δ‖ ≤ limit · ‖θ‖: a round that moves the model by ten times the model's own length is no training. (If θ = 0, √n stands
 for ‖θ‖. A worker that is alone in the run has no more than KEPT norms, and they are enough.)
@@ -94,6 +98,23 @@ class NormGuard:
         history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (total, *capped)])
         scales = self._scales(norms, bounds)
         return Judgement() if min(scales) == 1 else Judgement(scales, self._sentence(norms, bounds, scales, reference))
+
+    def judge_buffers(
+        self, history: "NormHistory", worker: int, distances: Sequence[float], *, participants: int, at_first: Sequence[float]
+    ) -> Judgement:
+        """`distances`: how far the worker's buffers are from ours. `at_first`: what is usual as long as nothing is known."""
+        if not any(distances):
+            return Judgement()
+        usual = (history.usual(participants) or [0.0] * (1 + len(distances)))[1:]
+        least = [known or first for known, first in zip(usual, at_first, strict=True)]
+        bounds = [self.limit * x for x in least]
+        history.remember(worker, [1.0, *map(min, distances, bounds)])
+        scales = [1.0 if d <= bound else bound / self.limit / d for d, bound in zip(distances, bounds, strict=True)]
+        if min(scales) == 1:
+            return Judgement()
+        worst = scales.index(min(scales))
+        times = distances[worst] / bounds[worst] * self.limit
+        return Judgement(scales, f"its buffer {worst} moves by {distances[worst]:.4g}, {times:.4g} × the usual")
 
     def _scales(self, norms: list[float], bounds: list[float]) -> list[float]:
         """Blocks above their bounds are brought down to what is usual, and so is the whole, if it is still above its own."""

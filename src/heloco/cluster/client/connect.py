@@ -37,5 +37,8 @@ def find_token(given: str | None, file: str | Path | None = None, *, may_ask: bo
     if token := os.environ.get(TOKEN):
         return token
     if may_ask and sys.stdin is not None and sys.stdin.isatty():
-        return getpass.getpass("Token (as `heloco serve` printed it): ").strip() or None
+        try:
+            return getpass.getpass("Token (as `heloco serve` printed it): ").strip() or None
+        except EOFError:
+            return None
     return None

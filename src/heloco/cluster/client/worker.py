@@ -20,8 +20,6 @@ from heloco.synchronizer import Contribution, Round
 from heloco.task import Task
 from heloco.wire import blocks
 
-"""The link fills it in."""
-
 
 class Abandoned(Exception):
     """The round was given up between two steps."""

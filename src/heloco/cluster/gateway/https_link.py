@@ -57,6 +57,11 @@ class HttpsLink:
         self._partial: tuple[RoundKey | None, bytearray, int] | None = None
         """A download that was cut: what it is of, its bytes, and how many of them have arrived."""
 
+    @property
+    def right(self) -> Right:
+        """What the token says that it allows."""
+        return self._token.right
+
     # ---- requests
 
     def _client(self, purpose: str) -> "httpx.Client":

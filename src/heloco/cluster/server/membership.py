@@ -111,11 +111,18 @@ class Membership:
         state.changed.notify_all()
 
     def evict(self, machine: str, text: str) -> None:
-        """The machine may not take part any more: not now, and not under this id later."""
+        """The machine may not take part any more, now or later. It may have left already."""
         with self.state.changed:
-            if (present := self.state.roster.present.get(machine)) is None:
-                raise Refused(Code.NO_SUCH, f"There is no machine {machine!r} here: `heloco status` lists them.")
-            self.part_with(present, "evicted", text or "it was evicted")
+            state, text = self.state, text or "it was evicted"
+            if present := state.roster.present.get(machine):
+                self.part_with(present, "evicted", text)
+            elif state.book.get(machine) is None:
+                raise Refused(Code.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are.")
+            elif state.run is None:
+                state.book.parted(machine, text)
+            else:
+                with state.recording() as run:
+                    run.note(Part(time_s=state.now_s, machine=machine, kind="evicted", text=text))
 
     def declare_lost(self, machine: str, text: str) -> None:
         """Somebody knows that the machine's process is gone: nobody has to wait for its silence."""

@@ -40,6 +40,10 @@ def check_served(config: RunConfig) -> None:
         )
     if workers.grace_s:
         raise UserError(f"grace_s is {workers.grace_s:g}: only a simulation has a grace period. Leave it out.")
+    if config.inner.second_moment:
+        raise UserError(
+            "second_moment is set, and real machines do not exchange AdamW's state: leave it out, or simulate the run."
+        )
     if cluster.min_workers > len(workers.paces):
         raise UserError(
             f"min_workers is {cluster.min_workers}, and the run has {len(workers.paces)} workers: that many machines can never "

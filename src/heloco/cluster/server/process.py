@@ -79,8 +79,6 @@ class ServeSpec:
 
 
 def spec_of(config: RunConfig, folder: Path, **about: Any) -> ServeSpec:
-    if config.inner.second_moment:
-        raise UserError("Real machines do not exchange AdamW's state yet: leave second_moment out, or simulate the run.")
     return ServeSpec(str(folder), to_toml(config), **about)
 
 

@@ -16,7 +16,7 @@ from msgspec import structs
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
-from heloco.records.events import Abandon, Dispatch, Event, Part, Receive
+from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events, segments
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
@@ -32,6 +32,8 @@ class RolledBack:
     arrivals_before: int
     left_out: int
     """Contributions of the machines that were left out."""
+    machines: tuple[str, ...]
+    """The ids of these machines."""
     kept: Path
     """The run as it was before."""
 
@@ -49,6 +51,7 @@ class Rollback:
         """`build` makes the run over a folder, not begun yet."""
         self.folder.take()
         try:
+            self.without = frozenset(map(self._find_machine, self.without))
             state, path = self._choose_checkpoint()
             mark = checkpoints.served_state(state).journal
             self._copy(state, path, mark)
@@ -57,9 +60,19 @@ class Rollback:
                 arrivals = self._make_again(run, path, state, mark)
             finally:
                 run.close()
-            return RolledBack(arrivals, self._arrivals_before(), self._left_out, self._exchange())
+            machines = tuple(sorted(self.without))
+            return RolledBack(arrivals, self._arrivals_before(), self._left_out, machines, self._exchange())
         finally:
             self.folder.close()
+
+    def _find_machine(self, name: str) -> str:
+        """The id of a machine that joined the run, by its id or by its name."""
+        joined = sorted({event.machine for event, _ in read_events(self.folder.path / FOLDER) if isinstance(event, Join)})
+        meant = [machine for machine in joined if name in (machine, machine.rpartition("#")[0])]
+        if len(meant) == 1:
+            return meant[0]
+        which = f"is called by {len(meant)} machines" if meant else "never joined this run"
+        raise UserError(f"{name!r} {which}: give one of {', '.join(meant or joined)}.")
 
     def _choose_checkpoint(self) -> tuple[dict[str, Any], Path]:
         earliest = ""
