@@ -12,7 +12,7 @@ from small_cluster import Clock, Hand, delta, opened
 
 MACHINES = 4
 SETTINGS = {"paces": [1.0] * MACHINES, "arrivals": 1_000_000, "checkpoint_every": 50, "inner_steps": 1}
-FIRST, THEN = 800, 400
+FIRST, THEN = 500, 250
 """Arrivals: until all that is remembered of the last ones is there, and after that."""
 
 

@@ -259,7 +259,7 @@ def test_a_run_whose_contributions_are_all_refused_stops_and_says_so():
         heloco.simulate(task, paces=[1], arrivals=20, inner_steps=1, max_refusals=3, device="cpu")
     assert str(stopped.value) == (
         "3 contributions in a row were refused, the last (worker 0) because "
-        "the pseudo-gradient holds NaN, Inf or far too large numbers. "
+        "the pseudo-gradient has no finite norm. "
         "The training diverges: lower --lr or --outer-lr, or clip with --clip."
     )
 

@@ -281,7 +281,7 @@ BUFFERS = (torch.tensor([1.0, 2.0], dtype=F64), torch.tensor(4))
 
 def spoil(what: str, deltas: list[Tensor], buffers: list[Tensor]) -> tuple[list[Tensor], list[Tensor], str]:
     not_finite, shapes = (
-        "the pseudo-gradient holds NaN, Inf or far too large numbers",
+        "the pseudo-gradient has no finite norm",
         "the pseudo-gradient does not have the model's shapes",
     )
     if what in ("nan", "inf", "-inf"):

@@ -52,7 +52,7 @@ class Contribution:
 
 Verdict = Literal["applied", "zeroed", "skipped", "refused", "gathered"]
 Code = Literal["", "stale", "norm", "shapes", "not-finite", "buffers-not-finite"]
-NOT_FINITE = "the pseudo-gradient holds NaN, Inf or far too large numbers"
+NOT_FINITE = "the pseudo-gradient has no finite norm"
 
 
 @dataclass(slots=True)

@@ -6,6 +6,6 @@ from typing import Any
 
 def page_of(folder: Path) -> Any:
     """An ASGI app with the run's page, from when its first evaluation is there; where none is made, from when it has a model."""
-    from heloco.report.live import app_of_folder
+    from heloco.report.page_process import PageProcess
 
-    return app_of_folder(folder)
+    return PageProcess(folder)

@@ -20,7 +20,8 @@ from heloco.cluster.server.process import RunHost
 
 
 def app(host: RunHost, page: Any = None) -> Starlette:
-    """`page`: an ASGI app that only shows the run; it is served under /page to whoever has a viewer's key."""
+    """`page`: an ASGI app that only shows the run; it is served under /page to whoever has a viewer's key. Where it has a
+    `close`, that is called at the end."""
     api = Api(host)
 
     async def no_such(request: Request, error: Exception) -> Response:
@@ -32,12 +33,10 @@ def app(host: RunHost, page: Any = None) -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         api.open()
         try:
-            if hasattr(page, "router"):  # a Starlette app: what it does in the background must begin and end too
-                async with page.router.lifespan_context(page):
-                    yield
-            else:
-                yield
+            yield
         finally:
+            if hasattr(page, "close"):
+                page.close()
             api.close()
 
     assert host.tokens is not None

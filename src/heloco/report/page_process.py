@@ -1,0 +1,187 @@
+"""The live page of a served run in a process of its own, so that looking at a run takes neither memory nor time from it.
+
+The process is started by the first look and ends when nobody has looked for a while. It listens on a socket in a folder that only
+this user can enter; who may look is decided by whoever passes requests on. It also ends when the process that started it does.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
+
+IDLE_S = 60.0
+"""Seconds without a look after which the process ends."""
+START_S = 60.0
+PASSED_ON = ("last-event-id",)
+"""Headers of a request that the page asks for."""
+NOT_NOW = b"The page cannot be shown at the moment: try again."
+
+Scope = Any
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+
+
+class PageProcess:
+    """An ASGI app that passes requests on to the page's process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._client: httpx.AsyncClient | None = None
+        self._place: Path | None = None
+        self._starting = asyncio.Lock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            looking = asyncio.ensure_future(self._show(scope, send))
+            gone = asyncio.ensure_future(_disconnected(receive))
+            await asyncio.wait([looking, gone], return_when=asyncio.FIRST_COMPLETED)
+            for task in (looking, gone):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await looking
+
+    async def _show(self, scope: Scope, send: Send) -> None:
+        import httpx
+
+        has_begun = False
+        for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
+            try:
+                client = await self._ready()
+                async with client.stream(scope["method"], _target(scope), headers=_headers(scope)) as answer:
+                    headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
+                    has_begun = True
+                    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+                    async for chunk in answer.aiter_raw():
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await send({"type": "http.response.body", "body": b""})
+                return
+            except (httpx.TransportError, OSError, MemoryError, subprocess.SubprocessError):
+                if has_begun:
+                    return  # the answer stays without its end, and the browser asks again
+                if is_last:
+                    await _refuse(send)
+
+    async def _ready(self) -> "httpx.AsyncClient":
+        async with self._starting:
+            if self._client is None or self._process is None or self._process.poll() is not None:
+                await self._end()
+                self._client = await asyncio.to_thread(self._start)
+            return self._client
+
+    def _start(self) -> "httpx.AsyncClient":
+        import httpx
+
+        self._place = Path(tempfile.mkdtemp(prefix="heloco-page-"))
+        address = self._place / "socket"
+        command = [sys.executable, "-P", "-m", __name__, str(self._folder), str(address)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        limit_s = time.monotonic() + START_S
+        while not address.exists():
+            if self._process.poll() is not None or time.monotonic() > limit_s:
+                raise subprocess.SubprocessError("the page's process does not start")
+            time.sleep(0.02)
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=str(address)), base_url="http://page", timeout=httpx.Timeout(30, read=None)
+        )
+
+    async def _end(self) -> None:
+        if self._client is not None:
+            await self._client.aclose()
+            self._client = None
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process = None
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+            self._place = None
+
+
+def _target(scope: Scope) -> str:
+    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    query = scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else str(path)
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+    return {"accept-encoding": "identity"} | {name: value for name, value in found if name in PASSED_ON}
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _refuse(send: Send) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(NOT_NOW))]
+    await send({"type": "http.response.start", "status": 503, "headers": headers})
+    await send({"type": "http.response.body", "body": NOT_NOW})
+
+
+# ---- the process
+
+
+class _Idle:
+    """ASGI middleware that knows since when nobody has looked."""
+
+    def __init__(self, app: Any) -> None:
+        self._app, self._open, self._last_s = app, 0, time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+            self._last_s = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._open else time.monotonic() - self._last_s
+
+
+def _end_with_the_starter() -> None:
+    """Standard input is a pipe from the process that started this one: it ends when that does."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def main(folder: Path, address: Path) -> None:
+    import uvicorn
+
+    from heloco.report.live import app_of_folder
+
+    threading.Thread(target=_end_with_the_starter, daemon=True).start()
+    app = _Idle(app_of_folder(folder))
+    server = uvicorn.Server(uvicorn.Config(app, uds=str(address), log_level="critical", lifespan="off"))
+
+    def end_when_idle() -> None:
+        while app.seconds < IDLE_S:
+            time.sleep(1.0)
+        os._exit(0)
+
+    threading.Thread(target=end_when_idle, daemon=True).start()
+    server.run()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
