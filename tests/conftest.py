@@ -24,6 +24,10 @@ from heloco.cli.main import run
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: its interpreter then runs the kernels here
 
+if "OMP_NUM_THREADS" not in os.environ:  # several test processes share the cores: threads of each would wait for those of others
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as whoever runs tests in several processes likes to have it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -70,6 +70,10 @@ def test_the_first_look_starts_it_and_later_looks_use_it(host, folder, browser):
     [process] = page_processes(folder)
     assert browser.get("/page/").status_code == 200
     assert browser.head("/page/").status_code == 200 and browser.get("/page/events?seen=x").status_code == 400
+    for strange in ("/page/%00", "/page/nothing", "/page//", "/page/%2e%2e/v1/status"):
+        assert browser.get(strange).status_code == 404
+    for seen in ("", "²", "%00", "1" * 30):
+        assert browser.get(f"/page/events?seen={seen}").status_code == 400
     assert page_processes(folder) == [process]
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
 
 if TYPE_CHECKING:
     import httpx
@@ -23,9 +24,8 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
 START_S = 60.0
-PASSED_ON = ("last-event-id",)
-"""Headers of a request that the page asks for."""
-NOT_NOW = b"The page cannot be shown at the moment: try again."
+PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), ("last-event-id",)
+"""All that the page looks at in a request."""
 
 Scope = Any
 Receive = Callable[[], Awaitable[Any]]
@@ -55,11 +55,14 @@ class PageProcess:
     async def _show(self, scope: Scope, send: Send) -> None:
         import httpx
 
-        has_begun = False
+        path, has_begun = scope["path"].removeprefix(scope.get("root_path", "")), False
+        if path not in PATHS:
+            await _refuse(send, 404, b"There is no such page.")
+            return
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
                 client = await self._ready()
-                async with client.stream(scope["method"], _target(scope), headers=_headers(scope)) as answer:
+                async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
@@ -71,7 +74,7 @@ class PageProcess:
                 if has_begun:
                     return  # the answer stays without its end, and the browser asks again
                 if is_last:
-                    await _refuse(send)
+                    await _refuse(send, 503, b"The page cannot be shown at the moment: try again.")
 
     async def _ready(self) -> "httpx.AsyncClient":
         async with self._starting:
@@ -115,15 +118,15 @@ class PageProcess:
             self._place = None
 
 
-def _target(scope: Scope) -> str:
-    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
-    query = scope["query_string"].decode("latin-1")
-    return f"{path}?{query}" if query else str(path)
+def _asked(scope: Scope) -> dict[str, str]:
+    """What the page looks at in a query; the key has done its work."""
+    asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    return {name: values[0] for name, values in asked.items() if name in QUERY}
 
 
 def _headers(scope: Scope) -> dict[str, str]:
     found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-    return {"accept-encoding": "identity"} | {name: value for name, value in found if name in PASSED_ON}
+    return {"accept-encoding": "identity"} | {name: value for name, value in found if name in HEADERS}
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -131,10 +134,10 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _refuse(send: Send) -> None:
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(NOT_NOW))]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": NOT_NOW})
+async def _refuse(send: Send, status: int, text: bytes) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"%d" % len(text))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text})
 
 
 # ---- the process
