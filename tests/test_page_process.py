@@ -1,5 +1,6 @@
 """The live page in a process of its own: started by a look, ended with the run or when nobody looks."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -93,8 +94,10 @@ def test_events_come_through_and_end_with_the_browser(host, folder, browser):
 
 def connections_of(process: int) -> int:
     """How many connections its socket has: those in state 03."""
-    opened_files = [str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir()]
-    inodes = {name[8:-1] for name in opened_files if name.startswith("socket:")}
+    inodes = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
     return sum(line[6] in inodes and line[5] == "03" and "heloco-page-" in line[-1] for line in lines)
 

@@ -267,13 +267,18 @@ def long_run(folder: Path, like: Path, arrivals: int) -> Path:
 def test_a_hundred_thousand_arrivals_open_at_once(opened, folders, tmp_path):
     path = report(tmp_path / "page.html", long_run(tmp_path / "long", folders[0], 100_000))
     assert path.stat().st_size < 15e6
-    took_s = []
-    while len(took_s) < 3 and min(took_s, default=9) >= 3:  # others may be busy on this machine, too
+    short = report(tmp_path / "short.html", folders[0])
+
+    def open_s(path: Path) -> float:
         began = time.monotonic()
-        page = opened(path)
-        page.wait_for_selector("#chart-scores .main-svg")
-        took_s.append(time.monotonic() - began)
-    assert min(took_s) < 3
+        opened(path).wait_for_selector("#chart-scores .main-svg")
+        return time.monotonic() - began
+
+    ratios = []
+    while len(ratios) < 3 and min(ratios, default=9.0) > 3:  # others may be busy on this machine, too
+        ratios.append(open_s(path) / open_s(short))
+    assert min(ratios) <= 3
+    page = opened(path)
     draw(page)
     assert all(count <= 2000 for count in traces(page, "norms", "trace.x.length"))
     assert traces(page, "timeline", "trace.x.length")[0] <= 1505

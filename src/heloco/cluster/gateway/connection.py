@@ -97,6 +97,7 @@ class Connection(asyncio.BufferedProtocol):
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {**scope.get("extensions", {}), ADMIT: self._admit}
+        send = completing(send)
         if self._visitor.is_admitted:
             send = closing_unauthorized(send)
         if scope["method"] == "HEAD":
@@ -123,6 +124,27 @@ class Connection(asyncio.BufferedProtocol):
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\nconnection: close"
         self._transport.write(f"{head}\r\n\r\n{text}".encode())
         self._transport.close()
+
+
+def completing(send: Send) -> Send:
+    """An answer is over with its last byte. A client that has all bytes may ask again at once, before the app has said that it
+    sends no more."""
+    left, is_over = -1, False
+
+    async def sending(message: Any) -> None:
+        nonlocal left, is_over
+        if is_over:
+            return
+        if message["type"] == "http.response.start":
+            lengths = [value for name, value in message["headers"] if name.lower() == b"content-length"]
+            left = int(lengths[0]) if lengths else -1
+        elif left >= 0:
+            left -= len(message.get("body", b""))
+            if is_over := left <= 0:
+                message = {**message, "more_body": False}
+        await send(message)
+
+    return sending
 
 
 def without_body(send: Send) -> Send:
