@@ -59,9 +59,10 @@ class PageProcess:
         if path not in PATHS:
             await _refuse(send, 404, b"There is no such page.")
             return
+        client = None
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
-                client = await self._ready()
+                client = await self._ready(unlike=client)
                 async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
@@ -76,11 +77,13 @@ class PageProcess:
                 if is_last:
                     await _refuse(send, 503, b"The page cannot be shown at the moment: try again.")
 
-    async def _ready(self) -> "httpx.AsyncClient":
+    async def _ready(self, unlike: "httpx.AsyncClient | None" = None) -> "httpx.AsyncClient":
+        """`unlike`: one that does not work, so that the process is started again."""
         async with self._starting:
-            if self._client is None or self._process is None or self._process.poll() is not None:
+            if self._client in (None, unlike) or self._process is None or self._process.poll() is not None:
                 await self._end()
                 self._client = await asyncio.to_thread(self._start)
+            assert self._client is not None
             return self._client
 
     def _start(self) -> "httpx.AsyncClient":
