@@ -90,7 +90,8 @@ class FaultRun:
         return {
             "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "inner_steps": INNER_STEPS,
             "batch_size": 2, "lr": 0.003,
-            "paces": [1.0] * self.workers, "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
+            "paces": [1.0] * self.workers, "assign": "fixed" if self.workers <= 5 else "flexible",
+            "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
             "checkpoint_every": 25, "eval_every": 0, "beat_s": max(0.2, self.step_s), "journal_gb": 10.0, "max_refusals": 1000,
         }  # fmt: skip
 
