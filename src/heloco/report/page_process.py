@@ -63,7 +63,8 @@ class PageProcess:
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
                 client = await self._ready(unlike=client)
-                async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
+                request = client.build_request(scope["method"], path, params=_asked(scope), headers=_headers(scope))
+                async with contextlib.aclosing(await _opened(client, request)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
@@ -119,6 +120,28 @@ class PageProcess:
         if self._place is not None:
             shutil.rmtree(self._place, ignore_errors=True)
             self._place = None
+
+
+async def _opened(client: "httpx.AsyncClient", request: "httpx.Request") -> "httpx.Response":
+    """The answer, of which the headers are there. Opening it is not broken off, even if the browser has gone: uvloop prints a
+    traceback for a connection that is cancelled while it is made."""
+    opening = asyncio.ensure_future(client.send(request, stream=True))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(_close_answer)
+        raise
+
+
+_closing: set["asyncio.Future[None]"] = set()
+"""Answers that nobody waits for: the loop itself keeps no task alive."""
+
+
+def _close_answer(opening: "asyncio.Future[httpx.Response]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        closing = asyncio.ensure_future(opening.result().aclose())
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
 
 
 def _asked(scope: Scope) -> dict[str, str]:
