@@ -75,6 +75,8 @@ def test_the_first_look_starts_it_and_later_looks_use_it(host, folder, browser):
         assert browser.get(strange).status_code == 404
     for seen in ("", "²", "%00", "1" * 30):
         assert browser.get(f"/page/events?seen={seen}").status_code == 400
+    for seen in ("²".encode(), b"x", b"-", b"\xff"):
+        assert browser.get("/page/events", headers=[(b"last-event-id", seen)]).status_code == 400
     assert page_processes(folder) == [process]
 
 

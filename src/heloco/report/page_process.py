@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
 START_S = 60.0
-PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), ("last-event-id",)
+PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), (b"last-event-id",)
 """All that the page looks at in a request."""
 
 Scope = Any
@@ -150,9 +150,8 @@ def _asked(scope: Scope) -> dict[str, str]:
     return {name: values[0] for name, values in asked.items() if name in QUERY}
 
 
-def _headers(scope: Scope) -> dict[str, str]:
-    found = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
-    return {"accept-encoding": "identity"} | {name: value for name, value in found if name in HEADERS}
+def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
+    return [(b"accept-encoding", b"identity"), *((name, value) for name, value in scope["headers"] if name in HEADERS)]
 
 
 async def _disconnected(receive: Receive) -> None:
