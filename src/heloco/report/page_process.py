@@ -5,7 +5,6 @@ this user can enter; who may look is decided by whoever passes requests on. It a
 """
 
 import asyncio
-import contextlib
 import os
 import shutil
 import subprocess
@@ -44,15 +43,15 @@ class PageProcess:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            looking = asyncio.ensure_future(self._show(scope, send))
             gone = asyncio.ensure_future(_disconnected(receive))
-            await asyncio.wait([looking, gone], return_when=asyncio.FIRST_COMPLETED)
-            for task in (looking, gone):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await looking
+            try:
+                await self._show(scope, send, gone.done)
+            finally:
+                gone.cancel()
 
-    async def _show(self, scope: Scope, send: Send) -> None:
+    async def _show(self, scope: Scope, send: Send, is_gone: Callable[[], bool]) -> None:
+        """A browser that is gone is noticed when the page has something to send, which is every 15 s at the latest. Nothing is
+        cancelled meanwhile, neither the start of the process nor a connection to it."""
         import httpx
 
         path, has_begun = scope["path"].removeprefix(scope.get("root_path", "")), False
@@ -63,12 +62,13 @@ class PageProcess:
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
                 client = await self._ready(unlike=client)
-                request = client.build_request(scope["method"], path, params=_asked(scope), headers=_headers(scope))
-                async with contextlib.aclosing(await _opened(client, request)) as answer:
+                async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
                     async for chunk in answer.aiter_raw():
+                        if is_gone():
+                            return
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
                 return
@@ -120,28 +120,6 @@ class PageProcess:
         if self._place is not None:
             shutil.rmtree(self._place, ignore_errors=True)
             self._place = None
-
-
-async def _opened(client: "httpx.AsyncClient", request: "httpx.Request") -> "httpx.Response":
-    """The answer, of which the headers are there. Opening it is not broken off, even if the browser has gone: uvloop prints a
-    traceback for a connection that is cancelled while it is made."""
-    opening = asyncio.ensure_future(client.send(request, stream=True))
-    try:
-        return await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        opening.add_done_callback(_close_answer)
-        raise
-
-
-_closing: set["asyncio.Future[None]"] = set()
-"""Answers that nobody waits for: the loop itself keeps no task alive."""
-
-
-def _close_answer(opening: "asyncio.Future[httpx.Response]") -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        closing = asyncio.ensure_future(opening.result().aclose())
-        _closing.add(closing)
-        closing.add_done_callback(_closing.discard)
 
 
 def _asked(scope: Scope) -> dict[str, str]:

@@ -86,7 +86,6 @@ class GatewayServer:
 
         def open_listener(make_http: Any) -> Listener:
             self._loop = asyncio.get_running_loop()
-            self._loop.set_exception_handler(_tell_of)
             self._loop.set_default_executor(page_threads)
             listener = Listener([listening], context, admission, lambda visitor: Connection(make_http, visitor, admission))
             self._started.set()
@@ -111,12 +110,6 @@ class GatewayServer:
             self._server.should_exit = True
         self._thread.join()
         self._thread = None
-
-
-def _tell_of(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """uvloop may set the result of a future that was cancelled, when a browser goes away: that is nobody's error."""
-    if not isinstance(context.get("exception"), asyncio.InvalidStateError):
-        loop.default_exception_handler(context)
 
 
 def open_gateway(run: RunHost, listen: ListenConfig, folder: Path, page: Any) -> GatewayServer:
