@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -27,6 +28,9 @@ if not torch.cuda.is_available():
 if "OMP_NUM_THREADS" not in os.environ:  # several test processes share the cores: threads of each would wait for those of others
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)  # a slow moment is no failure
+hypothesis.settings.load_profile("repeatable")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as whoever runs tests in several processes likes to have it
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -91,7 +91,7 @@ PICKS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @example({"data": "".join(map(chr, range(256))), "languages": ["\u2028", "🐎", '"', "\\", "'''"]})
 @example({"lr": 5e-324, "outer_lr": 1e300, "adam_eps": 1e-16, "paces": [1 / 3]})
 @given(st.fixed_dictionaries({}, optional=PICKS))

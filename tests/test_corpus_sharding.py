@@ -34,7 +34,7 @@ def test_by_source_every_shard_is_a_source_in_order():
     assert rows.tolist() == [list(range(10008, 10013)), list(range(10000, 10005)), list(range(10008, 10013))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(12, 400), min_size=1, max_size=5),
     context=st.integers(1, 11),

@@ -154,7 +154,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps=STEPS, seed=st.integers(0, 10**6))
 def test_a_power_cut_at_any_moment_loses_nothing_that_was_acknowledged(tmp_path_factory, steps, seed):
     folder, clock, acks = tmp_path_factory.mktemp("runs") / "run", Clock(), []

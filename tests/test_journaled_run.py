@@ -65,7 +65,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(steps=STEPS, breaks=st.sets(st.integers(1, 24), max_size=4), method=st.sampled_from(METHODS))
 def test_broken_off_anywhere_it_is_the_same_run_to_the_bit(steps, breaks, method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -80,7 +80,7 @@ def without_ids(tape):
     return [{**line, "machine": line["machine"].partition("#")[0]} for line in tape]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(steps=STEPS, breaks=st.sets(st.integers(1, 24), max_size=3), method=st.sampled_from(METHODS))
 def test_a_replay_makes_the_tape_again(steps, breaks, method, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"

@@ -74,7 +74,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_rounds_get_the_next_positions_of_their_own_shard():

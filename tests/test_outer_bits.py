@@ -74,7 +74,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 
 @compiled
 @pytest.mark.parametrize("pair", PAIRS[:4], ids=str)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(lengths=sizes, seed=st.integers(0, 2**20))
 def test_sums_and_updates_are_those_of_the_portable_kernels(pair, lengths, seed):
     theta, m, delta = blocks(lengths, pair, seed)
@@ -157,7 +157,7 @@ def test_the_number_of_threads_does_not_show_in_any_bit_of_a_step(method, pair, 
 @compiled
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(lengths=sizes)
 def test_a_step_is_the_same_with_and_without_the_compiled_kernels(method, pair, lengths):
     with_them = steps(method, lengths, pair)

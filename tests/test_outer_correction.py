@@ -141,7 +141,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return u, m, constants
 
 
-@settings(max_examples=1000, deadline=None, derandomize=True)
+@settings(max_examples=1000)
 @given(cases())
 def test_lemma(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
     u, m, constants = case
@@ -163,7 +163,7 @@ def test_lemma(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
         assert 0 <= outcome.strength <= 1
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(cases(), st.sampled_from(["after", "before"]), st.floats(0.01, 3))
 def test_it_is_algorithm_2_for_any_constants(case: tuple[Tensor, Tensor, dict[str, Any]], weigh: Any, rho: float) -> None:
     u, m, constants = case

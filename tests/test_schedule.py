@@ -89,7 +89,7 @@ def test_ties_are_exact_where_floats_would_break_them():
     ]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=6),
     st.integers(1, 5),
@@ -104,7 +104,7 @@ def test_fractional_paces_make_the_history_of_whole_ones(paces, steps, arrivals,
     assert [event[0] for event in fine] == [time_s / parts for time_s, *_ in whole]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 120), st.integers(0, 40))
 def test_a_history_is_a_history(paces, arrivals, grace):
     """In order of (time, worker), staleness = arrivals since the dispatch, no round shorter than it takes."""

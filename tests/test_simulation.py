@@ -214,7 +214,7 @@ def test_the_case_holds_a_refusal_and_every_worker(method):
     assert {event[2] for event in history} == {0, 1, 2}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), method=st.sampled_from(["heloco", "delayed-nesterov", "sync-nesterov"]))
 def test_results_given_early_and_in_any_order_make_the_same_history(data, method):
     expected = training(method)

@@ -137,7 +137,7 @@ class ByHand:
 
 
 @pytest.mark.parametrize("method", ASYNC)
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(order=st.lists(st.integers(0, WORKERS - 1), min_size=1, max_size=25), seed=st.integers(0, 2**31))
 def test_an_asynchronous_run_equals_the_loop_written_by_hand(method, order, seed):
     """Whoever arrives next is drawn: versions, staleness, weights, starts and parameters all as the papers have them."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 
 import heloco.cluster.gateway.server  # noqa: F401 - so that children need not import it
 from heloco.cluster.client.worker import Worker, task_of

@@ -268,7 +268,7 @@ def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
         from heloco.cluster.protocol.tokens import parse_token
 
         print(f"Live page:          {shown}/page?key={parse_token(viewer).secret}", flush=True)
-    print(f"To rule it, here:   heloco stop {spec.folder} (also pause, evict, tokens)", flush=True)
+    print(f"To control it:      heloco stop {spec.folder} (also pause, unpause, evict, tokens, rollback)", flush=True)
 
 
 def is_external(spec: "ServeSpec") -> bool:

@@ -1,5 +1,6 @@
 """The synchronizer's certificate and its key, made on first use and found again later. Tokens carry its fingerprint."""
 
+import contextlib
 import hashlib
 import ipaddress
 import ssl
@@ -97,14 +98,12 @@ def self_signed(hosts: Iterable[str], begin: datetime, end: datetime) -> tuple[b
 def _named(host: str) -> "GeneralName":
     from cryptography import x509
 
-    try:
+    with contextlib.suppress(ValueError):  # a name, then
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
-    except ValueError:
-        pass
     try:
         return x509.DNSName(host)
     except ValueError as error:
-        raise UserError(f"{host!r} is neither a name nor an address of a machine: mend --host.") from error
+        raise UserError(f"--host {host!r} is neither the name nor the address of a machine.") from error
 
 
 def _make_once(certificate: Path, key: Path, hosts: Iterable[str]) -> None:
