@@ -389,7 +389,7 @@ def test_credentials_are_made_once_and_are_their_owners_alone(tmp_path):
 
 
 def test_a_bad_host_name_and_a_broken_folder_are_sentences(tmp_path):
-    with pytest.raises(UserError, match="neither a name nor an address"):
+    with pytest.raises(UserError, match="neither the name nor the address"):
         Credentials.found_or_made(tmp_path / "a", ["gerät"])
     folder = tmp_path / "credentials"
     Credentials.found_or_made(folder)

@@ -16,6 +16,7 @@ import pytest
 
 from conftest import TINY, heloco
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
+from heloco.report.reading import read_runs
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
@@ -174,6 +175,16 @@ def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path) 
     assert process.wait(timeout=20) == 0
     told = re.findall(r"arrival +(\d+)/8", first + rest)
     assert told == ["0", "2", "4", "6", "8"] and "Workers" in rest
+
+
+def test_a_run_is_whole_with_its_last_evaluation(growing: Path, finished: Path) -> None:
+    (run,) = read_runs([growing])
+    shutil.copy(finished / "tape.jsonl", growing)
+    run.refresh()
+    assert run.summary.arrivals == ARRIVALS and not run.is_whole, "its last evaluation is not there yet"
+    shutil.copy(finished / "evals.jsonl", growing)
+    run.refresh()
+    assert run.is_whole
 
 
 def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

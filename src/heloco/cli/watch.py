@@ -81,7 +81,7 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
                 for line in run.progress_lines[told[i] :]:
                     progress.tell(line)
                 told[i] = len(run.progress_lines)
-        going = any(run.planned is None or run.summary.arrivals < run.planned for run in runs)
+        going = not all(run.is_whole for run in runs)
         if going and (why := lost()):
             raise RunStopped(why)
         return going

@@ -186,6 +186,11 @@ class Run:
         return found if isinstance(found, int) else None
 
     @property
+    def is_whole(self) -> bool:
+        """Whether its last arrival is there, and what is shown of it: an evaluation is written after the arrival it follows."""
+        return self.planned is not None and bool(lines := self.progress_lines) and lines[-1]["arrival"] >= self.planned
+
+    @property
     def real(self) -> bool:
         """Whether real machines did it: then the tape's times are real, too."""
         return self.summary.real
