@@ -27,6 +27,8 @@ from heloco.wire.layout import Layout
 
 T = TypeVar("T")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+PAUSE_SHARE = 1 / 8
+"""Of the time waited so far: a run that is back after three seconds is noticed within the next half second."""
 POLL_S = 10.0
 FINAL_TRIES = 3
 
@@ -214,7 +216,7 @@ class RunClient:
 
     def _with_retries(self, ask: Callable[[], T]) -> T:
         """Again and again while the run cannot be reached or its disk is full, less and less often, up to a limit."""
-        began, pause_s, last_told = time.monotonic(), FIRST_PAUSE_S, ""
+        began, last_told = time.monotonic(), ""
         while True:
             try:
                 answer = ask()
@@ -229,14 +231,14 @@ class RunClient:
                         self.tell("The run is back.")
                     raise
                 why = refusal.text
-            if time.monotonic() - began > self.patience_s:
+            waited_s = time.monotonic() - began
+            if waited_s > self.patience_s:
                 raise RunStopped(f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({why}): given up.")
             if why != last_told:
                 self.tell(f"{why} Trying again.")
                 last_told = why
-            if self._is_leaving.wait(pause_s) or self.stopping():
+            if self._is_leaving.wait(pause_after(waited_s)) or self.stopping():
                 raise StopRequested(why)
-            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
 
     # ---- signs of life
 
@@ -250,6 +252,11 @@ class RunClient:
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
                     self.obsolete_because = _why_obsolete(answer, held)
+
+
+def pause_after(waited_s: float) -> float:
+    """Seconds until the next try at a run that has been out of reach for so long."""
+    return min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
 
 
 def _why_obsolete(answer: BeatAnswer, held: RoundKey) -> str:
