@@ -63,7 +63,7 @@ def failing_fsync(folder: Path) -> Path | None:
 def nursery(*modules: str) -> Any:
     """Processes are forked from one that has imported everything: a tenth of a second instead of five."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults.children", "torch._dynamo", *modules])
+    context.set_forkserver_preload(["faults.synchronizer", "faults.workers", "torch._dynamo", *modules])
     return context
 
 

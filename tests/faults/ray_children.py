@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults.children import Obedient, OrderedWorker, Papers, flipped, spec_for, work_over, write
+from faults.synchronizer import spec_for, write
+from faults.workers import Obedient, OrderedWorker, Papers, flipped, work_over
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.ray import RayLink, RaySupervisor
 from heloco.cluster.ray import workers as workers_module

@@ -102,18 +102,18 @@ class FaultRun:
         return to_toml(resolve(with_fields(RunConfig(), self.settings())))
 
     def start_synchronizer(self) -> None:
-        from faults import children
+        from faults.synchronizer import serve
 
         arguments = (str(self.run), self.config(), self.port, str(self.state))
-        self.synchronizer = self.context.Process(target=children.serve, args=arguments, daemon=True)
+        self.synchronizer = self.context.Process(target=serve, args=arguments, daemon=True)
         self.synchronizer.start()
 
     def start_worker(self, number: int) -> None:
-        from faults import children
+        from faults.workers import work
 
         address = f"https://127.0.0.1:{self.proxies.ports[number]}"
         arguments = (number, address, self.tokens["worker"], str(self.folder), self.step_s)
-        self.processes[number] = self.context.Process(target=children.work, args=arguments, daemon=True)
+        self.processes[number] = self.context.Process(target=work, args=arguments, daemon=True)
         self.processes[number].start()
 
     def status(self) -> dict[str, Any]:
