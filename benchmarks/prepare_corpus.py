@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from heloco.task.corpus import Corpus, prepare, rich_progress
+from heloco.corpus import Corpus, prepare, rich_progress
 
 
 def main() -> None:

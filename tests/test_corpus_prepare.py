@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from conftest import mounted_disk
+from heloco.corpus import LANGUAGES, languages, load_tokenizer, prepare, rich_progress
+from heloco.corpus.encoding import Batch, Encoder
 from heloco.errors import UserError
-from heloco.task.corpus import LANGUAGES, languages, load_tokenizer, prepare, rich_progress
-from heloco.task.corpus.encoding import Batch, Encoder
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -46,7 +46,7 @@ def start(code: str, **options: object) -> subprocess.Popen[str]:
 # Prepares, and stops to wait for a line at the first report: by then an entry is half written.
 PREPARE = """
 from pathlib import Path
-from heloco.task.corpus import prepare
+from heloco.corpus import prepare
 waited = []
 def progress(*report):
     if not waited:
@@ -138,7 +138,7 @@ import sys, types
 for name, folder in packages:
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-import heloco.task.corpus
+import heloco.corpus
 heavy = {'torch', 'datasets', 'pyarrow', 'tiktoken', 'tokenizers', 'rich'}
 print(heavy & {name.partition('.')[0] for name in sys.modules})
 """

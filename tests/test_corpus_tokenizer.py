@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heloco.corpus import gpt2
+from heloco.corpus.languages import documents
+from heloco.corpus.tokenizer import JsonTokenizer, RankTokenizer, load_tokenizer, token_dtype
 from heloco.errors import UserError
-from heloco.task.corpus import gpt2
-from heloco.task.corpus.languages import documents
-from heloco.task.corpus.tokenizer import JsonTokenizer, RankTokenizer, load_tokenizer, token_dtype
 
 pytest.importorskip("tiktoken")
 pytest.importorskip("tokenizers")
@@ -156,7 +156,7 @@ def test_another_vocabulary_under_gpt2s_name_is_refused(tmp_path):
 
 def test_without_a_network_gpt2_is_asked_for_as_a_file(tmp_path):
     """In a process of its own: a proxy that refuses connections stands for the missing network."""
-    code = "from heloco.task.corpus import load_tokenizer; load_tokenizer('gpt2')"
+    code = "from heloco.corpus import load_tokenizer; load_tokenizer('gpt2')"
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
     folders = {
         "HELOCO_CACHE": str(tmp_path / "cache"),

@@ -213,7 +213,7 @@ def test_these_load_without_torch(module):
 def test_the_corpus_room_itself_needs_no_torch():
     """Its parent `heloco.task` does, so a helper process that only tokenises puts an empty package in the parent's place."""
     parent = f"import sys, types; task = types.ModuleType('heloco.task'); task.__path__ = [{str(PACKAGE / 'task')!r}]"
-    assert not loads_torch(f"{parent}\nsys.modules['heloco.task'] = task\nimport heloco.task.corpus, heloco.task.corpus.helper")
+    assert not loads_torch(f"{parent}\nsys.modules['heloco.task'] = task\nimport heloco.corpus, heloco.corpus.helper")
 
 
 def test_the_probe_would_see_torch():

@@ -15,8 +15,8 @@ from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
+from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
-from heloco.study.records import RunStore, make_record
 from heloco.study.results import Shown
 from heloco.study.spec import SCALES, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer

@@ -34,10 +34,10 @@ def add_study_flags(made: Parser) -> None:
 
 def study(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import pick_device
-    from heloco.report.tables import wide_console
+    from heloco.report.table_text import wide_console
+    from heloco.study.display import list_table
     from heloco.study.output import Folder
     from heloco.study.spec import SCALES, load_study
-    from heloco.study.terminal import list_table
 
     if parsed.list:
         wide_console().print(list_table())
@@ -61,9 +61,9 @@ def study(parsed: argparse.Namespace) -> int:
 
 
 def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
+    from heloco.corpus import rich_progress
     from heloco.engine.build import build_task
     from heloco.study.plan import make_plan
-    from heloco.task.corpus import rich_progress
 
     names = ("data", "tokenizer", "languages", "device")
     given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
@@ -96,11 +96,11 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 
     from heloco.engine.build import pick_device
     from heloco.engine.local import StopRequested
-    from heloco.report.figures import available
-    from heloco.report.tables import in_terminal, wide_console
+    from heloco.report.charts.drawing import available
+    from heloco.report.table_text import in_terminal, wide_console
+    from heloco.study.display import Watching
     from heloco.study.output import PAGE, write_results
     from heloco.study.plan import carry_out as run_all
-    from heloco.study.terminal import Watching
 
     device = pick_device(parsed.device)
     missing = plan.missing(folder.store)

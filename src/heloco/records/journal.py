@@ -101,7 +101,7 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
     mark = first_mark(folder) if since is None else since
     known = segments(folder)
     if since is not None and known and not _reaches(folder, known, mark):
-        raise JournalDamaged(folder / _segment_name(mark.position), mark)
+        raise JournalDamaged(folder / segment_name(mark.position), mark)
     for index, (base, path) in enumerate(known):
         following = known[index + 1][0] if index + 1 < len(known) else None
         if following is not None and following <= mark.position:
@@ -170,7 +170,8 @@ def _seal(before: str, body: bytes) -> str:
     return hashlib.blake2b(before.encode() + body, digest_size=6).hexdigest()
 
 
-def _segment_name(position: int) -> str:
+def segment_name(position: int) -> str:
+    """The file of the segment that begins at this byte."""
     return f"events-{position:015d}.jsonl"
 
 
@@ -258,7 +259,7 @@ class Journal:
             make_durable(self._file, self._path)  # a later fsync reaches only the new segment
             os.close(self._file)
             self._file = -1
-        self._base, self._path = self.end.position, self.folder / _segment_name(self.end.position)
+        self._base, self._path = self.end.position, self.folder / segment_name(self.end.position)
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write_header()
         make_durable(self._folder_handle, self.folder)

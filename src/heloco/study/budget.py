@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from heloco.report.page import Cell, TableData, Tone
+from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.grid import row_time
 from heloco.study.results import Results, Stat, plain, stat
 from heloco.study.spec import PAPERS_NAME, Study, TableSpec

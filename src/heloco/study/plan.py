@@ -12,7 +12,7 @@ from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.run import RunConfig
 from heloco.study.grid import Place, digest, grid
-from heloco.study.records import RunRecord, RunStore, make_record
+from heloco.study.kept_runs import RunRecord, RunStore, make_record
 from heloco.study.results import Results
 from heloco.study.spec import Study
 from heloco.task import Task

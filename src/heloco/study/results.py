@@ -7,7 +7,7 @@ from typing import Any
 
 from heloco.methods import get_method
 from heloco.study.grid import Place
-from heloco.study.records import RunRecord
+from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import Study
 
 

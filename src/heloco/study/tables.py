@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from heloco.report.page import Cell, TableData, Tone
+from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.budget import budget_tables, order_table
 from heloco.study.results import Results, Stat, stat
 from heloco.study.spec import TableSpec

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heloco.corpus.libraries import library
+from heloco.corpus.tokenizer_export import TOKENIZER
 from heloco.errors import UserError
-from heloco.task.corpus.libraries import library
-from heloco.task.corpus.portable import TOKENIZER
 
 CONFIG = "config.json"
 WEIGHTS = (

@@ -4,15 +4,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from heloco.report.chart import Chart, Heat, View
-from heloco.report.reading import Run
+from heloco.report.charts.chart import Chart, Heat, View
+from heloco.report.run_reader import Run
 
 CELLS = 40_000
-"""So many cells one run's map has; a page of many runs has fewer of each."""
+"""The most cells that the map of one run has; a page of many runs has fewer of each."""
 
 
 def correction(runs: Sequence[Run]) -> Chart | None:
-    """Of the runs whose tape tells about blocks."""
+    """Of the runs that have blocks on their tape."""
     cells = max(4000, min(CELLS, 4 * CELLS // len(runs)))
     views = [view for run in runs if (view := _heat(run, cells))]
     about = (
@@ -23,21 +23,21 @@ def correction(runs: Sequence[Run]) -> Chart | None:
 
 
 def _heat(run: Run, cells: int) -> View | None:
-    tape, blocks = run.tape, run.meta["blocks"]
+    tape, blocks = run.tape, run.facts.blocks
     applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
     if not applied:
         return None
     together = math.ceil(len(applied) / max(1, cells // len(blocks)))
     parts = [applied[begin : begin + together] for begin in range(0, len(applied), together)]
     heat = Heat(
-        blocks=[str(block["name"]) for block in blocks],
-        sizes=[math.prod(block["shape"]) for block in blocks],
+        blocks=[block.name for block in blocks],
+        sizes=[math.prod(block.shape) for block in blocks],
         columns=[(tape.arrival[part[0]], tape.arrival[part[-1]]) for part in parts],
         cosine=[[_mean(run, part, block) for part in parts] for block in range(len(blocks))],
         case=["".join(_most(run, part, block) for part in parts) for block in range(len(blocks))],
     )
-    said = f"Thinned: a column stands for {together} arrivals, with the mean of their cosines and their most frequent case."
-    return View(run.name, heat, [said] if together > 1 else [])
+    note = f"Thinned: a column stands for {together} arrivals, with the mean of their cosines and their most frequent case."
+    return View(run.name, heat, [note] if together > 1 else [])
 
 
 def _mean(run: Run, part: Sequence[int], block: int) -> float | None:

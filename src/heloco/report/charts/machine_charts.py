@@ -1,32 +1,26 @@
-"""Real machines: who contributed lately, what each brought, when the run paused and why."""
+"""Real machines: who contributed lately, and what each brought."""
 
-from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from heloco.report.chart import WORKER_COLOURS, Bars, Chart, Series, View
-from heloco.report.curves import figure_view, line_of, time_label
-from heloco.report.figures import Figure, Line, Panel
-from heloco.report.page import Cell, TableData
-from heloco.report.reading import Run
-from heloco.report.sampling import budget
+from heloco.report.charts.chart import WORKER_COLOURS, Bars, Chart, Series, View
+from heloco.report.charts.curves import figure_view, line_of, time_label
+from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.sampling import budget
+from heloco.report.run_reader import Run
 from heloco.report.summary import MachineSummary
-from heloco.report.terminal import duration, number
 
 TOOK_PART, LEAST, PAUSED = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00"), ("paused", "#cc79a7")
 DRAWN = len(WORKER_COLOURS)
-"""So many machines have a line or bars of their own."""
+"""The most machines that have a line or bars of their own."""
 PAUSES = 100
-"""So many are told, the last ones."""
+"""The most pauses that are drawn, the last ones."""
 PIECES = ("#0072b2", "#d55e00")
-
-
-# ---- charts
 
 
 def participation(runs: Sequence[Run]) -> Chart | None:
     """How many machines contributed lately, against how many must, and each one's part of it."""
-    views = [_participation(run, len(runs)) for run in runs if run.real and len(run.tape)]
+    views = [_participation(run, len(runs)) for run in runs if run.facts.is_real and len(run.tape)]
     about = (
         "A machine takes part if it contributed to the last arrivals; being here is not enough. With fewer than min_workers the "
         "run pauses. On the right: how much of those arrivals came from whom."
@@ -43,7 +37,7 @@ def _participation(run: Run, runs: int) -> View:
     for label, x in over.items():
         lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), most)]
         if x:
-            lines.append(Line(LEAST[0], [x[0], x[-1]], [run.least] * 2, colour=LEAST[1], dashed=True))
+            lines.append(Line(LEAST[0], [x[0], x[-1]], [run.min_workers] * 2, colour=LEAST[1], dashed=True))
         panels.append(Panel(f"over {label}", lines, label, "machines that took part", whole=True))
     if pauses := _pause_line(run):
         panels[1].lines.append(pauses)
@@ -91,7 +85,7 @@ def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
 def shares(runs: Sequence[Run]) -> Chart | None:
     """What each machine brought: over the whole run, and lately."""
     about = "Each machine's part of all contributions, and of the last ones: who has stopped shows, whether it is here or not."
-    views = [_shares(run) for run in runs if run.real and run.summary.arrivals]
+    views = [_shares(run) for run in runs if run.facts.is_real and run.summary.arrivals]
     return Chart("machines", "Machines' shares", about, views, "run") if views else None
 
 
@@ -111,59 +105,3 @@ def _drawn(run: Run) -> list[MachineSummary]:
     """Those with the most contributions, by name, so that their colours stay."""
     most = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
     return sorted(most, key=lambda machine: machine.id)
-
-
-# ---- tables
-
-
-def tables(runs: Sequence[Run]) -> list[TableData]:
-    """Of the runs on real machines; none where there is no such run."""
-    real = [run for run in runs if run.real]
-    if not any(run.summary.machines for run in real):
-        return [_pauses_table(real)] if any(run.journal.pauses for run in real) else []
-    return [_machines_table(real), _pauses_table(real)]
-
-
-def _machines_table(runs: Sequence[Run]) -> TableData:
-    windows = sorted({run.window for run in runs})
-    lately = f"of the last {windows[0]} arrivals" if len(windows) == 1 else "of the last arrivals"
-    header = ["machine", *(["run"] if len(runs) > 1 else []), "worker", "contributions", "share", lately, "last contribution"]
-    rows = []
-    for run in runs:
-        for id_, machine in sorted(run.summary.machines.items()):
-            run_cell = [Cell(run.name)] if len(runs) > 1 else []
-            rows.append([Cell(run.summary.label(id_)), *run_cell, *_machine_cells(run, machine)])
-    caption = (
-        "A machine has one worker of its own and does the rounds of others that have none. Seconds per step are measured from "
-        "handing out to arrival, transfers included. Refused: not finite, or too large by norm_limit."
-    )
-    return TableData("Machines", [*header, "refused", "mean staleness", "s per step"], rows, caption)
-
-
-def _machine_cells(run: Run, machine: MachineSummary) -> list[Cell]:
-    summary, parting = run.summary, run.journal.parted.get(machine.id)
-    gone = f"{parting.kind} at {duration(parting.time_s)}: {parting.reason}" if parting else ""
-    last = "–" if machine.last_s is None else f"arrival {machine.last_arrival:,} at {duration(machine.last_s)}"
-    pace = "–" if machine.measured_s is None else f"{machine.measured_s:.3g}"
-    return [
-        Cell(", ".join(map(str, sorted(machine.workers))) or "–"), Cell(f"{machine.arrivals:,}"),
-        Cell(f"{summary.share(machine):.1%}"), Cell(f"{summary.recent_share(machine):.1%}"), Cell(last, gone),
-        Cell(f"{machine.refused:,}"), Cell(number(machine.mean_staleness if machine.arrivals else None, 2)), Cell(pace),
-    ]  # fmt: skip
-
-
-def _pauses_table(runs: Sequence[Run]) -> TableData:
-    rows, left_out = list[list[Cell]](), 0
-    for run in runs:
-        left_out += max(0, len(run.journal.pauses) - PAUSES)
-        for pause in run.journal.pauses[-PAUSES:]:
-            behind = bisect_right(run.tape.time_s, pause.start_s)
-            arrival = run.tape.arrival[behind - 1] if behind else 0
-            lasted = "not ended" if pause.end_s is None else f"{pause.end_s - pause.start_s:,.1f} s"
-            of = [Cell(run.name)] if len(runs) > 1 else []
-            rows.append([Cell(duration(pause.start_s)), *of, Cell(f"{arrival:,}"), Cell(lasted), Cell(pause.reason)])
-    said = [f"The first {left_out:,} are left out."] if left_out else []
-    if blind := [run.name for run in runs if not run.has_journal]:
-        said.append(f"Pauses stand in a run's journal, which is not here: {', '.join(blind)}.")
-    header = ["at", *(["run"] if len(runs) > 1 else []), "after arrival", "lasted", "because"]
-    return TableData("Pauses", header, rows, " ".join(said))

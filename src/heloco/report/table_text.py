@@ -9,10 +9,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from heloco.report.page import Cell, TableData
+from heloco.report.table_data import Cell, TableData
 
 WIDE = 170
-"""Columns where the output is no terminal: a table is not broken for want of room then."""
+"""The width if the output is no terminal: tables are then not broken because there is too little room."""
 STYLES = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "": ""}
 
 
@@ -49,11 +49,11 @@ def as_markdown(table: TableData) -> str:
 
 
 def as_csv(table: TableData) -> str:
-    """A column with notes has them in a column of their own behind it."""
-    noted = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
-    written = io.StringIO()
-    out = csv.writer(written, lineterminator="\n")
-    out.writerow([x for name, n in zip(table.header, noted, strict=True) for x in ((name, f"{name}, note") if n else (name,))])
+    """A column with notes has them in a column of their own after it."""
+    has_notes = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
+    file = io.StringIO()
+    out = csv.writer(file, lineterminator="\n")
+    out.writerow([x for name, n in zip(table.header, has_notes, strict=True) for x in ([name, f"{name}, note"] if n else [name])])
     for row in table.rows:
-        out.writerow([x for cell, n in zip(row, noted, strict=True) for x in ((cell.text, cell.note) if n else (cell.text,))])
-    return written.getvalue()
+        out.writerow([x for cell, n in zip(row, has_notes, strict=True) for x in ([cell.text, cell.note] if n else [cell.text])])
+    return file.getvalue()

@@ -1,25 +1,25 @@
 """A finished run as it is kept: one small JSON file, named by its digest, whole or not there at all."""
 
-import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
 
 from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
-from heloco.report.summary import summarize
+from heloco.records.tape import ArrivalRecord
+from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
 from heloco.study.grid import FORMAT, deciding_settings, digest
 
 Numbers = list[float | None]
 
 
-@dataclass(frozen=True)
-class Curve:
+class Curve(Struct, frozen=True, forbid_unknown_fields=True):
     """A run's evaluations, column by column: half the size of one record each."""
 
     arrival: list[int]
@@ -31,22 +31,21 @@ class Curve:
     """Source -> measure -> values."""
 
     def __post_init__(self) -> None:
-        columns: list[Sequence[Any]] = [self.arrival, self.time_s, self.inner_steps, self.loss]
-        columns += [values for measures in self.sources.values() for values in measures.values()]
-        if not self.arrival or {len(column) for column in columns} != {len(self.arrival)}:
+        lengths = {len(column) for column in (self.arrival, self.time_s, self.inner_steps, self.loss)}
+        lengths |= {len(values) for measures in self.sources.values() for values in measures.values()}
+        if not self.arrival or len(lengths) != 1:
             raise ValueError("its evaluations are not of one length")
-        if any(isinstance(v, bool) or not isinstance(v, int | float | None) for column in columns for v in column):
-            raise TypeError("its evaluations hold something else than numbers")
 
 
-@dataclass(frozen=True)
-class RunRecord:
+class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A run that has ended: what decided it, how it ended, and its evaluations."""
+
+    format: int
     digest: str
     task: str
     """The data's digest."""
     settings: dict[str, Any]
-    verdict: str
-    """finished, or diverged."""
+    verdict: Literal["finished", "diverged"]
     reason: str
     time_s: float
     """Virtual time of the last arrival."""
@@ -58,13 +57,18 @@ class RunRecord:
     """What the correction did, over all blocks and arrivals."""
     evals: Curve
 
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"it has no format {FORMAT}")
+
     @property
     def finished(self) -> bool:
         return self.verdict == "finished"
 
 
 def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
-    summary = summarize({"paces": config.workers.paces}, collected.tape, [])
+    """The record of a run that has just ended; `diverged` says why it did not get to its end."""
+    summary = summarize(RunSummary(config.workers.paces), map(ArrivalRecord.of, collected.tape))
     evals = collected.evals
     measures = evals[-1]["scores"]
     curve = Curve(
@@ -75,6 +79,7 @@ def make_record(config: RunConfig, task_digest: str, collected: Collector, diver
         {name: {m: [_short(line["scores"][name][m]) for line in evals] for m in measures[name]} for name in measures},
     )
     return RunRecord(
+        format=FORMAT,
         digest=digest(config, task_digest),
         task=task_digest,
         settings=deciding_settings(config),
@@ -117,10 +122,10 @@ class RunStore:
         if not path.exists():
             return None
         try:
-            record = _from_json(json.loads(path.read_text(encoding="utf-8")))
+            record = msgspec.json.decode(path.read_bytes(), type=RunRecord)
             if record.digest != name:
                 raise ValueError(f"it is run {record.digest}")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"{path} is not the finished run that its name says ({error}): delete it, and the run is made again."
             ) from error
@@ -129,15 +134,4 @@ class RunStore:
     def write(self, record: RunRecord) -> None:
         with disk_errors(self.folder, "give the same command again: finished runs are kept."):
             self.folder.mkdir(parents=True, exist_ok=True)
-            content = {"format": FORMAT, **asdict(record)}
-            write_atomically(self.path(record.digest), json.dumps(content, separators=(",", ":"), allow_nan=False).encode())
-
-
-def _from_json(content: Mapping[str, Any]) -> RunRecord:
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"it has no format {FORMAT}")
-    rest = {key: value for key, value in content.items() if key not in ("format", "evals")}
-    record = RunRecord(**rest, evals=Curve(**content["evals"]))
-    if record.verdict not in ("finished", "diverged"):
-        raise ValueError(f"its verdict is {record.verdict!r}")
-    return record
+            write_atomically(self.path(record.digest), msgspec.json.encode(record))

@@ -3,14 +3,15 @@
 import math
 from collections.abc import Callable, Sequence
 
-from heloco.report.chart import Chart, View, run_colours
-from heloco.report.figures import Figure, Line, Panel, caption_of
-from heloco.report.reading import Run
-from heloco.report.sampling import budget, note, thinned
-from heloco.report.summary import Record
-from heloco.report.terminal import MEASURES
+from heloco.records.evaluations import EvaluationRecord
+from heloco.report.charts.chart import Chart, View, run_colours
+from heloco.report.charts.figures import Figure, Line, Panel, caption_of
+from heloco.report.charts.sampling import budget, note, thinned
+from heloco.report.run_reader import Run
+from heloco.report.wording import MEASURES
 
 STEPS = "outer step"
+Position = Callable[[EvaluationRecord], float]
 NOTHING_EVALUATED = (
     "Nothing is evaluated in such a run: the data is with the machines, and the synchronizer has none. How it gets on is the "
     "training loss that the machines report."
@@ -23,8 +24,8 @@ def figure_view(label: str, figure: Figure, longest: int, most: int) -> View:
 
 
 def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str, bool], most: int) -> Line:
-    kept = thinned(y, most)
-    return Line(label, [x[i] for i in kept], [y[i] for i in kept], colour=look[0], dashed=look[1])
+    places = thinned(y, most)
+    return Line(label, [x[i] for i in places], [y[i] for i in places], colour=look[0], dashed=look[1])
 
 
 def time_label(runs: Sequence[Run]) -> str:
@@ -33,13 +34,13 @@ def time_label(runs: Sequence[Run]) -> str:
     return f"{clocks.pop()} time (s)" if len(clocks) == 1 else "virtual or real time (s)"
 
 
-def axes_of(runs: Sequence[Run]) -> dict[str, Callable[[Record], float]]:
-    return {STEPS: lambda line: line["outer_step"], time_label(runs): lambda line: line["time_s"]}
+def axes_of(runs: Sequence[Run]) -> dict[str, Position]:
+    return {STEPS: lambda record: record.outer_step, time_label(runs): lambda record: record.time_s}
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
-    found = {measure for run in runs for measure in run.measures}
-    return [measure for measure in MEASURES if measure in found] + sorted(found - MEASURES.keys())
+    evaluated = {measure for run in runs for measure in run.measures}
+    return [measure for measure in MEASURES if measure in evaluated] + sorted(evaluated - MEASURES.keys())
 
 
 def y_label(measure: str, runs: Sequence[Run]) -> str:
@@ -48,13 +49,13 @@ def y_label(measure: str, runs: Sequence[Run]) -> str:
 
 def scores(runs: Sequence[Run]) -> Chart:
     """The mean over sources, over steps and over time."""
-    if all(run.external for run in runs):
+    if all(run.facts.is_external for run in runs):
         return Chart("scores", "Validation", NOTHING_EVALUATED, [], "view")
     views, x = [], axes_of(runs)
     for measure in measures_of(runs):
-        panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*x, runs[0].meta["unit"])]
-        for panel, of in zip(panels, (*x.values(), lambda line: line["units"]), strict=True):
-            panel.lines = _lines(runs, of, _score(measure))
+        panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*x, runs[0].facts.unit)]
+        for panel, position in zip(panels, (*x.values(), lambda record: record.units), strict=True):
+            panel.lines = _lines(runs, position, _score(measure))
         longest = max(len(run.evals) for run in runs)
         views.append(figure_view(MEASURES.get(measure, measure), Figure("scores", "", "", panels, 3), longest, budget(len(runs))))
     about = "Mean over the sources at each evaluation. Runs of unequal paces are best compared over time."
@@ -74,29 +75,30 @@ def sources(runs: Sequence[Run]) -> Chart | None:
     return Chart("sources", "Validation per source", "One panel per source, all on one scale.", views, "view") if views else None
 
 
-def _score(measure: str, source: str | None = None) -> Callable[[Record], float | None]:
+def _score(measure: str, source: str | None = None) -> Callable[[EvaluationRecord], float | None]:
     """Of one source, or the mean."""
 
-    def of(line: Record) -> float | None:
-        found: float | None = (line["mean"] if source is None else line["scores"].get(source, {})).get(measure)
-        return found
+    def score(record: EvaluationRecord) -> float | None:
+        return (record.mean if source is None else record.scores.get(source, {})).get(measure)
 
-    return of
+    return score
 
 
-def _lines(runs: Sequence[Run], x: Callable[[Record], float], y: Callable[[Record], float | None]) -> list[Line]:
+def _lines(
+    runs: Sequence[Run], x: Callable[[EvaluationRecord], float], y: Callable[[EvaluationRecord], float | None]
+) -> list[Line]:
     lines = []
     for run, look in zip(runs, run_colours(runs), strict=True):
-        values = [math.nan if (value := y(line)) is None else value for line in run.evals]
-        lines.append(line_of(run.name, [x(line) for line in run.evals], values, look, budget(len(runs))))
+        values = [math.nan if (value := y(record)) is None else value for record in run.evals]
+        lines.append(line_of(run.name, [x(record) for record in run.evals], values, look, budget(len(runs))))
     return lines
 
 
 def norms(runs: Sequence[Run]) -> Chart | None:
     """Over outer steps, of all blocks together."""
-    wanted = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
+    columns = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
     most, panels = budget(len(runs)), []
-    for title, name in wanted.items():
+    for title, name in columns.items():
         lines = []
         for run, look in zip(runs, run_colours(runs), strict=True):
             places = [i for i, value in enumerate(getattr(run.tape, name)) if math.isfinite(value)]
@@ -112,7 +114,7 @@ def norms(runs: Sequence[Run]) -> Chart | None:
 
 def traffic(runs: Sequence[Run]) -> Chart | None:
     """Tokens trained on and bytes moved, over time."""
-    most, unit, time = budget(len(runs)), runs[0].meta["unit"], time_label(runs)
+    most, unit, time = budget(len(runs)), runs[0].facts.unit, time_label(runs)
     panels = [Panel(unit, [], time, unit), Panel("megabytes moved", [], time, "MB")]
     for run, look in zip(runs, run_colours(runs), strict=True):
         units, moved, total = [0.0], [0.0], 0
@@ -125,7 +127,7 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
     if not any(len(run.tape) for run in runs):
         return None
     run = runs[0]
-    numbers = "" if run.external else " of float32 numbers"
+    numbers = "" if run.facts.is_external else " of float32 numbers"
     about = (
         f"Bytes are counted from the model's size: every round takes a model{numbers} and hands back a pseudo-gradient "
         f"of the same size, together {run.round_bytes / 1e6:,.2f} MB a round in {run.name}."

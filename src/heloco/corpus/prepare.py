@@ -17,8 +17,8 @@ from .fingerprint import fingerprint
 from .hub import hub_recipes
 from .parts import PARTS, Labelled, Recipe, pick, val_limit
 from .progress import Progress
-from .reading import SourceFiles, find_sources
 from .streams import Meter
+from .text_files import SourceFiles, find_sources
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
 
 _WORTH_HELPERS_BYTES = 8_000_000  # of text: below, starting helper processes takes longer than they save

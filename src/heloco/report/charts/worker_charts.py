@@ -4,16 +4,16 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from heloco.report.chart import Bars, Chart, Group, Series, Spans, View, seat_groups, worker_groups
-from heloco.report.curves import figure_view, line_of, time_label
-from heloco.report.figures import Figure, Line, Panel
-from heloco.report.reading import Run
-from heloco.report.sampling import budget
+from heloco.report.charts.chart import Bars, Chart, Group, Series, Spans, View, seat_groups, worker_groups
+from heloco.report.charts.curves import figure_view, line_of, time_label
+from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.sampling import budget
+from heloco.report.run_reader import Run
 
 ROWS, SPANS = 40, 1500
-"""So many workers and bars a timeline shows."""
+"""The most workers and the most bars that a timeline shows."""
 BARS = 40
-"""So many bars a histogram has."""
+"""The most bars of a histogram."""
 PIECES = ("#0072b2", "#d55e00")
 
 
@@ -26,16 +26,16 @@ def timeline(runs: Sequence[Run]) -> Chart:
 
 def groups_of(run: Run) -> list[Group]:
     """By pace; of a real run by number, since a worker is done by whichever machine is free."""
-    return seat_groups(len(run.summary.workers)) if run.real else worker_groups(run.meta["paces"])
+    return seat_groups(len(run.summary.workers)) if run.facts.is_real else worker_groups(run.facts.paces)
 
 
 def _row(run: Run, worker: int) -> str:
     pace_s = run.summary.pace_s(run.summary.workers[worker])
-    return f"worker {worker}" if pace_s is None else f"worker {worker} ({pace_s:{'.3g' if run.real else 'g'}} s)"
+    return f"worker {worker}" if pace_s is None else f"worker {worker} ({pace_s:{'.3g' if run.facts.is_real else 'g'}} s)"
 
 
 def _timeline(run: Run) -> View:
-    tape, paces = run.tape, run.meta["paces"]
+    tape, paces = run.tape, run.facts.paces
     shown = _spread(len(paces), ROWS)
     of_worker: dict[int, list[int]] = {worker: [] for worker in shown}
     for i, worker in enumerate(tape.worker):
@@ -53,22 +53,22 @@ def _timeline(run: Run) -> View:
             spans.start.append(tape.start_s[part[0]])
             spans.end.append(tape.time_s[part[-1]])
             spans.count.append(len(part))
-            spans.hover.append(_told(run, part))
+            spans.hover.append(_hover_text(run, part))
     notes = [f"{len(shown)} of {len(paces)} workers are shown, from the first to the last."] if len(shown) < len(paces) else []
     if together > 1:
         notes.append(f"Thinned: {total:,} rounds, up to {together} of a worker in one bar.")
-    if run.real:
+    if run.facts.is_real:
         notes.append("In brackets: seconds per inner step as measured, from handing out to arrival, transfers included.")
     return View(run.name, spans, notes)
 
 
-def _told(run: Run, part: Sequence[int]) -> str:
+def _hover_text(run: Run, part: Sequence[int]) -> str:
     tape, first, last = run.tape, part[0], part[-1]
     stale = [tape.staleness[i] for i in part]
     odd = Counter(tape.verdict[i] for i in part if tape.verdict[i] != "applied")
     words = [f"round {tape.round[first]}" if len(part) == 1 else f"rounds {tape.round[first]} to {tape.round[last]}"]
     words.append(f"{tape.start_s[first]:g} s to {tape.time_s[last]:g} s")
-    words += [f"by {', '.join(sorted({run.summary.label(tape.machine[i]) for i in part}))}"] if run.real else []
+    words += [f"by {', '.join(sorted({run.summary.label(tape.machine[i]) for i in part}))}"] if run.facts.is_real else []
     words.append(f"staleness {min(stale)}" if min(stale) == max(stale) else f"staleness {min(stale)} to {max(stale)}")
     if math.isfinite(tape.loss[last]):
         words.append(f"training loss {tape.loss[last]:.3f}")
@@ -91,7 +91,7 @@ def training(runs: Sequence[Run]) -> Chart:
     for run, view in zip(runs, views, strict=True):
         if len(run.tape) and not any(map(math.isfinite, run.tape.loss)):
             view.notes.append("The machines report no loss: `run.report(loss)` before the step does.")
-    return Chart("training", "Training loss", about, views, "run", wide=any(run.real for run in runs))
+    return Chart("training", "Training loss", about, views, "run", wide=any(run.facts.is_real for run in runs))
 
 
 def _over_time(run: Run, name: str, runs: int) -> View:

@@ -36,7 +36,7 @@ import sys, types
 for name, folder in {packages!r}:
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from heloco.task.corpus.helper import main
+from heloco.corpus.helper import main
 main()
 """
 

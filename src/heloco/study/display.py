@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from heloco.report.terminal import duration, number
+from heloco.report.wording import duration, number
 from heloco.study.grid import Place, digest, grid, total_steps
-from heloco.study.records import RunRecord
+from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import load_study, names
 
 

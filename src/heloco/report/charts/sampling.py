@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 POINTS = 2000
-"""So many points of a line are drawn; a page of many runs has fewer of each."""
+"""The most points of a line that are drawn; a page of many runs has fewer of each."""
 
 
 def budget(runs: int) -> int:
@@ -16,16 +16,16 @@ def thinned(y: Sequence[float], most: int) -> list[int]:
     if len(y) <= most:
         return list(range(len(y)))
     buckets = max(1, (most - 2) // 2)
-    kept = {0, len(y) - 1}
+    places = {0, len(y) - 1}
     for i in range(buckets):
-        places = [j for j in range(i * len(y) // buckets, (i + 1) * len(y) // buckets) if math.isfinite(y[j])]
-        if places:
-            kept |= {min(places, key=y.__getitem__), max(places, key=y.__getitem__)}
-    return sorted(kept)
+        bucket = [j for j in range(i * len(y) // buckets, (i + 1) * len(y) // buckets) if math.isfinite(y[j])]
+        if bucket:
+            places |= {min(bucket, key=y.__getitem__), max(bucket, key=y.__getitem__)}
+    return sorted(places)
 
 
 def note(longest: int, most: int) -> list[str]:
-    """What a reader is told where a line was thinned."""
+    """The sentence under a chart whose lines were thinned."""
     if longest <= most:
         return []
     return [

@@ -3,8 +3,8 @@
 from .languages import LANGUAGES
 from .prepare import Corpus, Source, prepare
 from .progress import Progress, rich_progress
-from .reading import SourceFiles, find_sources
 from .sharding import EpochOrder, Shard, split, windows
+from .text_files import SourceFiles, find_sources
 from .tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [

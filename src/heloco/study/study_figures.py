@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from heloco.errors import UserError
-from heloco.report.figures import Figure, Line, Panel, staleness_colour
+from heloco.report.charts.figures import Figure, Line, Panel, staleness_colour
 from heloco.study.results import Results, Shown, stat
 from heloco.study.spec import Axis, FigureSpec
 

@@ -1,4 +1,4 @@
-"""What a page draws, as data: curves are `figures.Figure`s, and beside them bars, spans of time and a map of blocks.
+"""What a page draws, as data: curves are `figures.Figure`s, and next to them bars, spans of time and a map of blocks.
 
 A chart has one view or several, of which a reader looks at one at a time: a measure, or a run.
 """
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heloco.report.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values
-from heloco.report.reading import Run
+from heloco.report.charts.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values
+from heloco.report.run_reader import Run
 
 WORKER_COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
@@ -88,19 +88,18 @@ class Chart:
     switches: tuple[str, ...] = ("log", "smooth")
     """Which of the page's switches it heeds."""
     wide: bool = False
-    """As wide as the page, where it would stand beside another."""
+    """As wide as the page, where it would stand next to another."""
 
 
 def run_colours(runs: Sequence[Run]) -> list[tuple[str, bool]]:
     """(colour, dashed) of each run: the first of a method has the method's colour, others what is left; then dashes begin."""
-    free, taken, given = list(OTHER_COLOURS), set[str](), list[tuple[str, bool]]()
+    free, looks = list(OTHER_COLOURS), list[tuple[str, bool]]()
     for i, run in enumerate(runs):
-        own = METHOD_COLOURS.get(run.method)
-        if own is None or own in taken:
-            own = free.pop(0) if free else None
-        given.append((own, False) if own else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))
-        taken.add(given[-1][0])
-    return given
+        colour = METHOD_COLOURS.get(run.method)
+        if colour is None or any(colour == used for used, _ in looks):
+            colour = free.pop(0) if free else None
+        looks.append((colour, False) if colour else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))
+    return looks
 
 
 @dataclass
