@@ -3,7 +3,6 @@
 import json
 import lzma
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -180,11 +179,3 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.tiktoken").write_text("IQ== 0\n")
     with pytest.raises(UserError, match="does not hold the 50256 tokens"):
         load_tokenizer(str(tmp_path / "a.tiktoken"))
-
-
-def test_a_tokenizer_pickles_as_its_path(tmp_path):
-    tokenizer = load_tokenizer(str(small_tokenizer(tmp_path / "t.json")))
-    expected = ids(tokenizer, "La musi uni.")
-    message = pickle.dumps(tokenizer)
-    assert len(message) < 500
-    assert ids(pickle.loads(message), "La musi uni.") == expected

@@ -1,6 +1,6 @@
 """Tokenised sources on disk: a folder each, whole or not there at all.
 
-An entry is written into a folder of its own beside its place and renamed into it as the last step, so that a process killed
+An entry is written into a folder of its own next to its place and renamed into it as the last step, so that a process killed
 half-way, a full disk or a second process at the same work leave nothing behind that could be taken for an entry.
 """
 
@@ -110,7 +110,7 @@ class EntryWriter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for part in self._parts.values():
-            with contextlib.suppress(OSError):  # a full disk was already told of; here it would be told a second time
+            with contextlib.suppress(OSError):  # a full disk was already reported
                 part.file.close()
         self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -148,8 +148,8 @@ class EntryWriter:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                     raise
-                if there := load(self._final):
-                    return there
+                if entry := load(self._final):
+                    return entry
                 _discard(self._final)
                 continue
             (self._final / "lock").unlink()

@@ -17,18 +17,18 @@ def fingerprint(path: Path, cache: Path) -> str:
     try:
         state = path.stat()
         place = str(path.resolve())
-        known = [place, state.st_size, state.st_mtime_ns, state.st_ino]
+        file_state = [place, state.st_size, state.st_mtime_ns, state.st_ino]
         note = cache / "fingerprints" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             remembered = json.loads(note.read_bytes())
-            if remembered["file"] == known:
+            if remembered["file"] == file_state:
                 return str(remembered["sha256"])
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): check that it exists and that you may read it.") from error
     if time.time() - state.st_mtime > _SETTLED_S:
-        _remember(note, json.dumps({"file": known, "sha256": digest}))
+        _remember(note, json.dumps({"file": file_state, "sha256": digest}))
     return digest
 
 

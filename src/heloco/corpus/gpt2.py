@@ -24,8 +24,8 @@ _FILES = (Path("gpt2", "gpt2.tiktoken"), Path("gpt2.tiktoken"), Path("gpt2", "to
 
 def find(beside: Path | None, cache: Path) -> Path:
     """The vocabulary's file: in the data folder, next to it, in the cache, or else downloaded into the cache."""
-    found = look(beside, cache, ranks=has_tiktoken())
-    return found or _download(cache, ", ".join(map(str, _places(beside, cache))))
+    path = look(beside, cache, ranks=has_tiktoken())
+    return path or _download(cache, ", ".join(map(str, _places(beside, cache))))
 
 
 def look(beside: Path | None, cache: Path, *, ranks: bool = True) -> Path | None:

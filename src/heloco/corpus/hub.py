@@ -41,9 +41,9 @@ def _config_names(dataset: str) -> list[str]:
     with _in_words(dataset, None):
         names: list[str] = _library().get_dataset_config_names(dataset)
     if len(names) > MOST_CONFIGS:
-        some = ", ".join(names[:8])
+        examples = ", ".join(names[:8])
         raise UserError(
-            f"{dataset} has {len(names)} configurations ({some}, …), too many to take all of: name the languages you want."
+            f"{dataset} has {len(names)} configurations ({examples}, …), too many to take all of: name the languages you want."
         )
     return names
 
@@ -86,10 +86,10 @@ def _in_words(dataset: str, config: str | None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        of = f" ({config})" if config else ""
+        part = f" ({config})" if config else ""
         cause = " ".join(str(error).split())[:400].rstrip(".") or type(error).__name__
         raise UserError(
-            f"The dataset hf:{dataset}{of} cannot be read: {cause}. Check its name, the language names and the network; "
+            f"The dataset hf:{dataset}{part} cannot be read: {cause}. Check its name, the language names and the network; "
             f"without a network, use --data FOLDER or --data builtin."
         ) from error
 

@@ -94,12 +94,12 @@ def documents(language: str, seed: int, split: Split, size_bytes: int) -> Iterat
         raise UserError(f"There is no built-in language {language!r}: {nearest(language, LANGUAGES)}")
     speaker = _speaker(language)
     rng = np.random.default_rng([seed, LANGUAGES.index(language), ("train", "val").index(split)])
-    said = 0
+    size = 0
     while True:
         for text in speaker.block(rng):
             yield text
-            said += len(text.encode())
-            if said >= size_bytes:
+            size += len(text.encode())
+            if size >= size_bytes:
                 return
 
 

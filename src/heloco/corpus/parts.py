@@ -26,19 +26,19 @@ class Recipe:
     read: Callable[[Meter], Iterator[Labelled]]
 
 
-def pick(known: Sequence[str], languages: Sequence[str] | None, where: str) -> Sequence[str]:
+def pick(names: Sequence[str], languages: Sequence[str] | None, where: str) -> Sequence[str]:
     """The source names asked for, in that order; all of them where none are."""
     if languages is None:
-        return known
+        return names
     for position, language in enumerate(languages):
-        if language not in known:
+        if language not in names:
             raise UserError(
-                f"There is no source {language!r} in {where}, which has {', '.join(known)}: {nearest(language, list(known))}"
+                f"There is no source {language!r} in {where}, which has {', '.join(names)}: {nearest(language, list(names))}"
             )
         if language in languages[:position]:
             raise UserError(f"The source {language!r} is named twice: name each one once.")
     if not languages:
-        raise UserError(f"No source is named: leave the list out to take all of {where} ({', '.join(known)}).")
+        raise UserError(f"No source is named: leave the list out to take all of {where} ({', '.join(names)}).")
     return languages
 
 

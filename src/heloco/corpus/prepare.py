@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,16 +11,14 @@ from heloco.places import cache_folder
 
 from . import languages as builtin
 from .cache import Entry, EntryWriter, Tokens, key, load, remove_unfinished
-from .encoding import Encoder, batches
+from .encoding import batches, encode_batches
 from .fingerprint import fingerprint
 from .hub import hub_recipes
 from .parts import PARTS, Labelled, Recipe, pick, val_limit
 from .progress import Progress
 from .streams import Meter
 from .text_files import SourceFiles, find_sources
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, token_dtype
-
-_WORTH_HELPERS_BYTES = 8_000_000  # of text: below, starting helper processes takes longer than they save
+from .tokenizer import Tokenizer, load_tokenizer, token_dtype
 
 
 @dataclass(frozen=True)
@@ -56,30 +53,25 @@ def prepare(
     limit_bytes: int | None = None,
     field: str = "text",
     cache: Path | None = None,
-    processes: int | None = None,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Corpus:
     """The corpus of `data` ('builtin', a folder or 'hf:DATASET'), tokenised into the cache unless it is there already.
 
     `languages` picks and orders the sources; `limit_bytes` bounds each one's training text; `field` holds the text in rows;
-    `processes` tokenise at the same time (by default one per core, where it is worth it); `seed` is for the built-in languages.
+    `seed` is for the built-in languages.
     """
     if limit_bytes is not None and limit_bytes < 1:
         raise UserError(f"A limit of {limit_bytes} bytes leaves no text: give at least 1, or no limit.")
-    if processes is not None and processes < 1:
-        raise UserError(f"{processes} processes cannot tokenise: give at least 1.")
     cache = cache_folder(cache)
     recipes = _recipes(data, languages, limit_bytes, field, cache, seed)
     coder = load_tokenizer(tokenizer, None if data == "builtin" or data.startswith("hf:") else Path(data).expanduser(), cache)
     places = [cache / key(recipe.name, recipe.identity, coder.digest) for recipe in recipes]
     entries = [load(place) for place in places]
-    missing = [recipe for recipe, entry in zip(recipes, entries, strict=True) if entry is None]
-    if missing:
+    if None in entries:
         remove_unfinished(cache)
-        with Encoder(coder, _helpers(processes, coder, missing)) as encoder:
-            for i, recipe in enumerate(recipes):
-                entries[i] = entries[i] or _write(recipe, places[i], coder, encoder, progress)
+        for i, recipe in enumerate(recipes):
+            entries[i] = entries[i] or _write(recipe, places[i], coder, progress)
     return _corpus(recipes, [entry for entry in entries if entry], coder)
 
 
@@ -117,21 +109,10 @@ def _folder_recipe(source: SourceFiles, limit_bytes: int | None, field: str, cac
     return Recipe(source.name, identity, sum(path.stat().st_size for path in source.files), read)
 
 
-def _helpers(processes: int | None, coder: Tokenizer, missing: Sequence[Recipe]) -> int:
-    if processes is not None:
-        return processes
-    worth = sum(recipe.total_bytes for recipe in missing) > _WORTH_HELPERS_BYTES
-    return _cores() if worth and not isinstance(coder, ByteTokenizer) else 1
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _write(recipe: Recipe, place: Path, coder: Tokenizer, encoder: Encoder, progress: Progress | None) -> Entry:
+def _write(recipe: Recipe, place: Path, coder: Tokenizer, progress: Progress | None) -> Entry:
     meter = Meter()
     with EntryWriter(place, token_dtype(coder.vocab_size)) as entry:
-        for batch, encoded in encoder.map(batches(recipe.read(meter), meter)):
+        for batch, encoded in encode_batches(coder, batches(recipe.read(meter), meter)):
             entry.write(batch.part, encoded.tokens, encoded.text_bytes, len(batch.texts))
             if progress:
                 progress(recipe.name, min(batch.done_bytes, recipe.total_bytes), recipe.total_bytes)

@@ -139,11 +139,11 @@ class EpochOrder:
     def locate(self, positions: npt.NDArray[np.integer[Any]]) -> Indices:
         """The window at each position of the stream."""
         epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
-        found = np.empty_like(places)
+        windows = np.empty_like(places)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            found[here] = self._permutation(int(epoch))[places[here]]
-        return found
+            windows[here] = self._permutation(int(epoch))[places[here]]
+        return windows
 
     def _permutation(self, epoch: int) -> Indices:
         if epoch not in self._recent:

@@ -29,10 +29,10 @@ LONGEST_CHARS = 1 << 18  # a .txt document without a blank line for so long is c
 _BLOCK_CHARS = 1 << 18
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _PART = re.compile(r"(?:^|\.)(train|training|val|valid|validation|test)(?![a-z])", re.IGNORECASE)
-_BESIDE_THE_POINT = re.compile(
+_NOT_DATA = re.compile(
     r"\.|(readme|licen[cs]e|copying|notice|authors|changelog|citation)\b|tokenizer.*\.json$|.*\.(md|rst|tiktoken|bpe|sha256)$",
     re.IGNORECASE,
-)  # what lies beside data without being data: hidden files, notes, a tokenizer
+)  # what lies next to data without being data: hidden files, notes, a tokenizer
 
 
 @dataclass(frozen=True)
@@ -64,20 +64,20 @@ def find_sources(folder: Path, languages: Sequence[str] | None = None) -> list[S
         raise UserError(
             f"The data folder {folder} {what}: --data takes 'builtin', a folder with one text file per source, or hf:DATASET."
         )
-    found: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    files: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.iterdir()):
-        if _BESIDE_THE_POINT.match(path.name):
+        if _NOT_DATA.match(path.name):
             continue
         if path.is_dir():
-            _add_folder(path, found)
+            _add_folder(path, files)
         else:
             stem = _stem(path)
             part = _PART.search(stem)
             name = stem[: part.start()] if part else stem
-            found[name or folder.resolve().name][_part_name(part)].append(
+            files[name or folder.resolve().name][_part_name(part)].append(
                 path
             )  # a bare train.txt and val.txt: the folder is the source
-    sources = {name: _source(name, parts, folder) for name, parts in sorted(found.items()) if set(parts) != {"test"}}
+    sources = {name: _source(name, parts, folder) for name, parts in sorted(files.items()) if set(parts) != {"test"}}
     if not sources:
         raise UserError(
             f"The data folder {folder} holds no training text: put one file per source there, such as en.txt or en.jsonl."
@@ -85,15 +85,15 @@ def find_sources(folder: Path, languages: Sequence[str] | None = None) -> list[S
     return [sources[name] for name in pick(list(sources), languages, f"the folder {folder}")]
 
 
-def _add_folder(folder: Path, found: dict[str, dict[str, list[Path]]]) -> None:
+def _add_folder(folder: Path, files: dict[str, dict[str, list[Path]]]) -> None:
     inside = sorted(path for path in folder.rglob("*") if path.is_file())
     if not inside:
         raise UserError(f"The source folder {folder} is empty: put text files there or remove it.")
     for path in inside:
         below = path.relative_to(folder).parts
-        if not any(_BESIDE_THE_POINT.match(name) for name in below):
+        if not any(_NOT_DATA.match(name) for name in below):
             stem = _stem(path)
-            found[folder.name][_part_name(_PART.search(below[0] if len(below) > 1 else stem))].append(path)
+            files[folder.name][_part_name(_PART.search(below[0] if len(below) > 1 else stem))].append(path)
 
 
 def _part_name(match: "re.Match[str] | None") -> str:

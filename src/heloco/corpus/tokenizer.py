@@ -4,8 +4,10 @@ A tokenizer is known by its digest, made from what it does and not from where it
 whether it comes as a rank file or as a tokenizer.json, and whether tiktoken or tokenizers does the work.
 """
 
+import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -29,7 +31,7 @@ _LONE_SPACE = re.compile(r"(?<=\S) (?=\S)")
 
 
 class Tokenizer(Protocol):
-    """What the corpus needs of a tokenizer. Implementations pickle as their path and load again where they arrive."""
+    """What the corpus needs of a tokenizer."""
 
     name: str
 
@@ -69,9 +71,6 @@ class RankTokenizer:
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
 
-    def __reduce__(self) -> tuple[type["RankTokenizer"], tuple[str, Path]]:
-        return RankTokenizer, (self.name, self.path)
-
     @cached_property
     def _ranks(self) -> dict[bytes, int]:
         return gpt2.read_ranks(self.path)
@@ -87,24 +86,30 @@ class RankTokenizer:
         return tiktoken.Encoding(self.name, pat_str=gpt2.PATTERN, mergeable_ranks=self._ranks, special_tokens=special)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        def encode(piece: str) -> Ids:
-            ids: Ids = self._encoding.encode_to_numpy(piece, disallowed_special=())
-            return ids
+        """On all cores: tiktoken lets other threads run while it encodes. (Its own `encode_batch` gives lists, not arrays.)"""
+        with ThreadPoolExecutor(_cores()) as pool:
+            return [ids for group in pool.map(self._encode_group, _groups(texts)) for ids in group]
 
-        return [np.concatenate([encode(piece) for piece in _pieces(text, keep_space=True)]) for text in texts]
+    def _encode_group(self, texts: list[str]) -> list[Ids]:
+        """Texts of a group are encoded in one call, with the end of text between them, at which tiktoken cuts first."""
+        if len(texts) == 1:
+            pieces = _pieces(texts[0], keep_space=True)
+            return [np.concatenate([self._encoding.encode_to_numpy(piece, disallowed_special=()) for piece in pieces])]
+        ids = self._encoding.encode_to_numpy(END_OF_TEXT.join(texts), allowed_special={END_OF_TEXT})
+        first, *others = np.split(ids, np.flatnonzero(ids == self.end_of_text))
+        return [first, *(part[1:] for part in others)]
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._encoding.decode([int(i) for i in ids]))
 
 
 class JsonTokenizer:
-    """Any tokenizer.json, through tokenizers. Special tokens written out in a text are taken for ordinary text."""
+    """Any tokenizer.json, through tokenizers, which encodes a batch on all cores by itself.
+
+    Special tokens written out in a text are taken for ordinary text."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name, self.path = name, path
-
-    def __reduce__(self) -> tuple[type["JsonTokenizer"], tuple[str, Path]]:
-        return JsonTokenizer, (self.name, self.path)
 
     @cached_property
     def digest(self) -> str:
@@ -187,8 +192,25 @@ def _from_file(name: str, path: Path) -> Tokenizer:
     return JsonTokenizer(name, path)
 
 
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def token_dtype(vocab_size: int) -> "np.dtype[np.unsignedinteger[Any]]":
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Neighbours of together about _LONG_CHARS; a text that has the end of text written out in it stays alone."""
+    group, chars = list[str](), 0
+    for text in texts:
+        if group and (chars + len(text) > _LONG_CHARS or END_OF_TEXT in text or END_OF_TEXT in group[0]):
+            yield group
+            group, chars = [], 0
+        group.append(text)
+        chars += len(text)
+    if group:
+        yield group
 
 
 def _pieces(text: str, keep_space: bool) -> Iterator[str]:

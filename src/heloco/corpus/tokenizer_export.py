@@ -73,8 +73,8 @@ def byte_level(ids: Mapping[bytes, int], merges: Sequence[tuple[bytes, bytes]], 
         return "".join(shown[byte] for byte in token)
 
     vocabulary = {text(token): id_ for token, id_ in ids.items()} | {END_OF_TEXT: end_of_text}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(text(a), text(b)) for a, b in merges]))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens([END_OF_TEXT])
-    return str(made.to_str()).encode()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(text(a), text(b)) for a, b in merges]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_TEXT])
+    return str(tokenizer.to_str()).encode()

@@ -26,9 +26,9 @@ class JournalTail:
         """Whether the journal is shorter than it was read: the run was taken up again, or returned to an earlier point."""
         if self._mark is None:
             return False
-        if not (segments_now := segments(self.folder)):
+        if not (files := segments(self.folder)):
             return True
-        base, path = segments_now[-1]
+        base, path = files[-1]
         return base + path.stat().st_size < self._mark.position
 
     def more(self) -> Iterator[Event]:

@@ -18,8 +18,8 @@ from heloco.study.spec import load_study, names
 class Watching(AbstractContextManager["Watching"]):
     """How far the whole study is: a bar on a terminal, a line per finished run elsewhere."""
 
-    def __init__(self, runs: int, there: int, console: Console) -> None:
-        self.runs, self.ended, self.console = runs, there, console
+    def __init__(self, runs: int, finished: int, console: Console) -> None:
+        self.runs, self.ended, self.console = runs, finished, console
         self.left = ""
         self._began = time.monotonic()
         columns = (BarColumn(None), TextColumn("{task.percentage:.0f} %  {task.description}"))
@@ -37,8 +37,8 @@ class Watching(AbstractContextManager["Watching"]):
         gone = time.monotonic() - self._began
         self.left = f"{duration(gone / steps_done * (steps_total - steps_done))} left" if steps_done else ""
         if self._bar and self._task is not None:
-            told = f"{self.ended}/{self.runs} runs · {duration(gone)} gone" + (f", {self.left}" if self.left else "")
-            self._bar.update(self._task, total=steps_total, completed=steps_done, description=told)
+            description = f"{self.ended}/{self.runs} runs · {duration(gone)} gone" + (f", {self.left}" if self.left else "")
+            self._bar.update(self._task, total=steps_total, completed=steps_done, description=description)
 
     def kept(self, places: Sequence[Place], record: RunRecord) -> None:
         self.ended += 1
@@ -55,12 +55,12 @@ def list_table() -> Table:
     table = Table(title="heloco study NAME", title_justify="left", caption_justify="left")
     for name in ("study", "what it shows", "rows × methods", "runs a seed", "not in those above", "inner steps a seed"):
         table.add_column(name, justify="left" if name in ("study", "what it shows") else "right")
-    known: set[str] = set()
+    listed: set[str] = set()
     for name in names():
         chosen = load_study(name)
         runs = {digest(place.config, ""): place.config for place in grid(chosen, scale="paper", seeds=1)}
-        new = {key: config for key, config in runs.items() if key not in known}
-        known |= new.keys()
+        new = {key: config for key, config in runs.items() if key not in listed}
+        listed |= new.keys()
         steps = sum(map(total_steps, new.values()))
         shape = f"{len(chosen.rows)} × {len(chosen.methods)}"
         table.add_row(name, chosen.title, shape, str(len(runs)), str(len(new)), f"{steps:,}")

@@ -40,8 +40,8 @@ def _along(results: Results, spec: FigureSpec, axis: Axis) -> list[str]:
         count = len(results.sources)
         numbered = [results.sources[s] for s in spec.sources if isinstance(s, int) and -count <= s < count]
         return [s for s in results.sources if not spec.sources or s in numbered or s in spec.sources]
-    there, asked = (results.rows, spec.rows) if axis == "rows" else (results.methods, spec.methods)
-    return [name for name in there if not asked or name in asked]
+    names, chosen = (results.rows, spec.rows) if axis == "rows" else (results.methods, spec.methods)
+    return [name for name in names if not chosen or name in chosen]
 
 
 def _line(results: Results, spec: FigureSpec, along: Mapping[str, list[str]], at: Mapping[str, str]) -> Line | None:
@@ -51,13 +51,13 @@ def _line(results: Results, spec: FigureSpec, along: Mapping[str, list[str]], at
         return None
     # a run that diverged is cut short, so only as many evaluations as all seeds have
     length = min(len(shown.record.evals.arrival) for shown in runs)
-    found = [stat(values) for values in zip(*(shown.values(source)[:length] for shown in runs), strict=True)]
+    points = [stat(values) for values in zip(*(shown.values(source)[:length] for shown in runs), strict=True)]
     first = runs[0]
     return Line(
         {"rows": row, "methods": method, "sources": source}[spec.lines],
         _x(first, spec)[:length],
-        [point.mean if point else None for point in found],
-        [point.spread if point else None for point in found] if len(runs) > 1 else None,
+        [point.mean if point else None for point in points],
+        [point.spread if point else None for point in points] if len(runs) > 1 else None,
         colour=staleness_colour(first.place.paces) if spec.lines == "rows" else None,
         dashed=spec.lines == "methods" and first.waits,
     )
