@@ -3,13 +3,14 @@
 There is no wall-clock time on the tape of a simulation: it is a function of its config.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from heloco.verdicts import Code, Verdict
 
+Index = Annotated[int, Meta(ge=0)]
 CASES = {"k": "kept", "d": "damped", "t": "turned", "s": "skipped"}
 """The letter of a block on the tape, and what the outer rule did with the block."""
 
@@ -40,13 +41,13 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     start_s: float
     """When its round was handed out."""
     outer_step: int
-    worker: int
+    worker: Index
     round: int
     version: int
     """The outer step at which the round was handed out."""
     staleness: int
     weight: float
-    shard: int
+    shard: Index
     spans: tuple[tuple[int, int], ...]
     """The parts of the shard's stream that the round read: (first position, number of positions)."""
     inner_steps: int

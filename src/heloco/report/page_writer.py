@@ -85,21 +85,23 @@ def render_waiting(reason: str) -> str:
 def render_study(title: str, blocks: Sequence[Block], folder: Path) -> str:
     """Tables, figures and text as one document. Figures are taken from the SVG files that `draw` wrote into the folder."""
 
-    def drawing(i: int, figure: Figure) -> str:
+    def inline_drawing(i: int, figure: Figure) -> str:
         path = folder / f"{figure.name}.svg"
         return _inline_drawing(i, figure, path) if path.exists() else ""
 
-    helpers = {"is_numeric": _is_numeric, "key": _key, "drawing": drawing, "caption_of": caption_of, "marks": MARKS}
-    return _render("study.html", "study.css", title=title, blocks=list(blocks), **helpers)
+    helpers = {"alignment_of": _alignment_of, "key_of": _key_of, "inline_drawing": inline_drawing, "caption_of": caption_of}
+    return _render("study.html", "study.css", title=title, blocks=list(blocks), marks=MARKS, **helpers)
 
 
-def _key(table: TableData) -> list[str]:
+def _key_of(table: TableData) -> str:
     """What the tones of a table mean."""
-    return [text for tone, text in KEY.items() if any(cell.tone == tone for row in table.rows for cell in row)]
+    return " · ".join(text for tone, text in KEY.items() if any(cell.tone == tone for row in table.rows for cell in row))
 
 
-def _is_numeric(table: TableData, column: int) -> bool:
-    return column > 0 and are_numbers([row[column].text for row in table.rows])
+def _alignment_of(table: TableData) -> list[str]:
+    """The class of each column: numbers stand on the right."""
+    columns = [[row[i].text for row in table.rows] for i in range(len(table.header))]
+    return ["number" if i and are_numbers(texts) else "" for i, texts in enumerate(columns)]
 
 
 def are_numbers(texts: Sequence[str]) -> bool:
