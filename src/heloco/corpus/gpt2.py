@@ -22,23 +22,23 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 _FILES = (Path("gpt2", "gpt2.tiktoken"), Path("gpt2.tiktoken"), Path("gpt2", "tokenizer.json"))
 
 
-def find(beside: Path | None, cache: Path) -> Path:
+def find(data_folder: Path | None, cache: Path) -> Path:
     """The vocabulary's file: in the data folder, next to it, in the cache, or else downloaded into the cache."""
-    path = look(beside, cache, ranks=has_tiktoken())
-    return path or _download(cache, ", ".join(map(str, _places(beside, cache))))
+    path = look(data_folder, cache, ranks=has_tiktoken())
+    return path or _download(cache, ", ".join(map(str, _places(data_folder, cache))))
 
 
-def look(beside: Path | None, cache: Path, *, ranks: bool = True) -> Path | None:
+def look(data_folder: Path | None, cache: Path, *, ranks: bool = True) -> Path | None:
     """The vocabulary's file, if it is on this machine; as a rank file only where `ranks`."""
-    for place in _places(beside, cache):
+    for place in _places(data_folder, cache):
         for file in _FILES:
             if (place / file).is_file() and (ranks or file.suffix == ".json"):
                 return (place / file).resolve()
     return None
 
 
-def _places(beside: Path | None, cache: Path) -> list[Path]:
-    near: tuple[Path, ...] = (beside, beside.resolve().parent) if beside else ()
+def _places(data_folder: Path | None, cache: Path) -> list[Path]:
+    near: tuple[Path, ...] = (data_folder, data_folder.resolve().parent) if data_folder else ()
     return [*near, cache]
 
 

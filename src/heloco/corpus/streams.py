@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed on the way; what is wrong with a file is told by its name and place."""
+"""Files as streams of bytes, decompressed on the way; errors name the file and the place in it."""
 
 import codecs
 import gzip

@@ -167,12 +167,12 @@ class JsonTokenizer:
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False))
 
 
-def load_tokenizer(spec: str, beside: Path | None = None, cache: Path | None = None) -> Tokenizer:
-    """`bytes`, `gpt2` (looked for in the data folder `beside`, next to it, in the cache, then downloaded), or a file's path."""
+def load_tokenizer(spec: str, data_folder: Path | None = None, cache: Path | None = None) -> Tokenizer:
+    """`bytes`, `gpt2` (looked for in `data_folder`, next to it, in the cache, then downloaded), or a file's path."""
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
-        path = gpt2.find(beside, cache_folder(cache))
+        path = gpt2.find(data_folder, cache_folder(cache))
     else:
         path = Path(spec).expanduser().resolve()
         path = path / "tokenizer.json" if path.is_dir() else path

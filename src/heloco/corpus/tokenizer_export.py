@@ -12,7 +12,7 @@ from .libraries import library
 from .tokenizer import END_OF_TEXT, ByteTokenizer, JsonTokenizer
 
 TOKENIZER, ABOUT = "tokenizer.json", "tokenizer_config.json"
-_BESIDE = (ABOUT, "special_tokens_map.json", "chat_template.jinja")
+_COMPANIONS = (ABOUT, "special_tokens_map.json", "chat_template.jinja")
 
 
 def write_tokenizer(spec: str, data: str, folder: Path) -> int | None:
@@ -28,9 +28,9 @@ def write_tokenizer(spec: str, data: str, folder: Path) -> int | None:
     else:
         content = path.read_bytes()
     (folder / TOKENIZER).write_bytes(content)
-    for beside in [path.with_name(name) for name in _BESIDE] if path else []:
-        if beside.is_file():
-            shutil.copyfile(beside, folder / beside.name)
+    for companion in [path.with_name(name) for name in _COMPANIONS] if path else []:
+        if companion.is_file():
+            shutil.copyfile(companion, folder / companion.name)
     coder = JsonTokenizer(spec, folder / TOKENIZER)
     if not (folder / ABOUT).is_file():  # else the model's type would decide, and a GPT-2 need not have GPT-2's vocabulary
         end = coder.decode([coder.end_of_text])

@@ -170,7 +170,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]) -> None:
-    """Serves until it is interrupted. `began` is told the page's address."""
+    """Serves until it is interrupted. `began` is called with the page's address."""
     check_parts()
     import uvicorn
 

@@ -4,7 +4,7 @@ MEASURES = {"loss": "loss", "bits_per_byte": "bits per byte", "accuracy": "accur
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number with so many digits after the point; a dash where there is none."""
+    """A number with `digits` digits after the point; a dash where there is none."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 

@@ -32,7 +32,7 @@ MANIFEST, PAGE = "study.json", "index.html"
 
 @dataclass(frozen=True)
 class Folder:
-    """The results of one study under `out`; its runs lie beside it, in `out/runs`."""
+    """The results of one study under `out`; its runs are next to it, in `out/runs`."""
 
     out: Path
     study: str

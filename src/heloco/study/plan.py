@@ -102,7 +102,7 @@ def _check_sources(study: Study, place: Place, task: Task) -> None:
 
 
 class Display(Protocol):
-    """What is told how far a study is: a progress bar, for one."""
+    """What shows how far a study is: a progress bar, for one."""
 
     def progressed(self, steps_done: int, steps_total: int) -> None: ...
     def kept(self, places: Sequence[Place], record: RunRecord) -> None: ...

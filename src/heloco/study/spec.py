@@ -1,6 +1,6 @@
 """A study as data: one TOML file with its settings, its grid of rows and methods, the paper's numbers and what to show.
 
-    title, about     what a reader is told
+    title, about     what a reader sees first
     like             another study, whose settings, small scale, rows, methods and paper this one takes where it has none itself
     [settings]       fields of a run's config, over the recipe `paper`
     [small]          fields of a run's config at `--scale small`, over the settings

@@ -1,4 +1,4 @@
-"""The tables of a study as its TOML asks for them, with the paper's numbers beside ours."""
+"""The tables of a study as its TOML asks for them, with the paper's numbers next to ours."""
 
 from collections.abc import Iterator, Sequence
 

@@ -191,7 +191,7 @@ def _label_axes(sheet: "Sheet", figure: Figure, grid: "list[Axes]", columns: int
 
 
 def _legend(sheet: "Sheet", figure: Figure, looks: dict[Kind, Look], free: "Sequence[Axes]") -> None:
-    """Once for all panels: in the place of a missing one, or above them, or, if long, beside them."""
+    """Once for all panels: in the place of a missing one, or above them, or, if long, next to them."""
     from matplotlib.lines import Line2D
 
     names, handles = [name for name, *_ in looks], []
