@@ -11,6 +11,7 @@ from msgspec import Struct
 from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
+from heloco.records.evaluations import EvaluationRecord
 from heloco.records.tape import ArrivalRecord
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
@@ -69,14 +70,14 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
     """The record of a run that has just ended; `diverged` says why it did not get to its end."""
     summary = summarize(RunSummary(config.workers.paces), map(ArrivalRecord.of, collected.tape))
-    evals = collected.evals
-    measures = evals[-1]["scores"]
+    evals = [EvaluationRecord.of(line) for line in collected.evals]
+    last = evals[-1].scores
     curve = Curve(
-        [line["arrival"] for line in evals],
-        [line["time_s"] for line in evals],
-        [line["inner_steps"] for line in evals],
-        [_short(line["mean"].get("loss")) for line in evals],
-        {name: {m: [_short(line["scores"][name][m]) for line in evals] for m in measures[name]} for name in measures},
+        [record.arrival for record in evals],
+        [record.time_s for record in evals],
+        [record.inner_steps for record in evals],
+        [_short(record.mean.get("loss")) for record in evals],
+        {name: {m: [_short(record.scores[name][m]) for record in evals] for m in last[name]} for name in last},
     )
     return RunRecord(
         format=FORMAT,
