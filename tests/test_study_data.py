@@ -300,7 +300,8 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
             ],
             evals=[
                 {
-                    "arrival": i, "outer_step": i, "units": 256 * i, "time_s": 14.74 * i, "inner_steps": 80 * i, "mean": {"loss": 7.123456789},
+                    "arrival": i, "outer_step": i, "units": 256 * i, "time_s": 14.74 * i, "inner_steps": 80 * i,
+                    "mean": {"loss": 7.123456789},
                     "scores": {s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.data.languages},
                 }
                 for i in range(0, config.run.arrivals + 1, config.run.eval_every)
