@@ -25,8 +25,8 @@ from heloco.engine.build import build_task, pick_device
 from heloco.engine.fleet import Fleet, Planned, host_work_first, make_member
 from heloco.engine.local import Collector, StopRequested
 from heloco.study.grid import Place, digest, grid, total_steps
+from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import Tasks
-from heloco.study.records import RunStore, make_record
 from heloco.study.spec import load_study
 
 REPORT_EVERY_S = 20

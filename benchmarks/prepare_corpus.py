@@ -8,14 +8,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from heloco.task.corpus import Corpus, prepare, rich_progress
+from heloco.corpus import Corpus, prepare, rich_progress
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="builtin", help="'builtin', a folder or hf:DATASET")
     parser.add_argument("--tokenizer", default="bytes", help="'bytes', 'gpt2' or the path of a tokenizer.json")
-    parser.add_argument("--processes", type=int, help="default: one per core, where it is worth it")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heloco-benchmark-") as folder:
         first_s, corpus = timed(arguments, Path(folder))
@@ -27,7 +26,7 @@ def main() -> None:
 def timed(arguments: argparse.Namespace, cache: Path) -> tuple[float, Corpus]:
     start = time.perf_counter()
     with rich_progress() as progress:
-        corpus = prepare(arguments.data, arguments.tokenizer, cache=cache, processes=arguments.processes, progress=progress)
+        corpus = prepare(arguments.data, arguments.tokenizer, cache=cache, progress=progress)
     return time.perf_counter() - start, corpus
 
 

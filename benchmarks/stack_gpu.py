@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from heloco.corpus.prepare import Corpus, Source
+from heloco.corpus.sharding import split
 from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, StackedInner
 from heloco.synchronizer import Round
-from heloco.task.corpus.prepare import Corpus, Source
-from heloco.task.corpus.sharding import split
 from heloco.task.gpt import preset
 from heloco.task.language import LanguageTask
 

@@ -4,27 +4,30 @@ python docs/draw_run.py runs/heloco-ramp-001 docs/run.svg
 """
 
 import io
-import json
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from heloco.report.summary import summarize
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.lines import read_records
+from heloco.records.run_facts import read_facts
+from heloco.records.run_files import EVALS, META, TAPE
+from heloco.records.tape import ArrivalRecord
+from heloco.report.summary import RunSummary, read_summary, summarize
 from heloco.report.terminal import Progress, tables
-from heloco.run.lines import read_lines
 
 
 def main(run: Path, out: Path) -> None:
-    meta = json.loads((run / "run.json").read_text())
-    tape = list(read_lines(run / "tape.jsonl"))
-    evals = list(read_lines(run / "evals.jsonl"))
+    facts = read_facts(run / META)
+    tape = list(read_records(run / TAPE, ArrivalRecord))
+    evaluations = list(read_records(run / EVALS, EvaluationRecord))
     middle = len(tape) * 2 // 3
     console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
     console.print("[b]$ heloco train[/]")
-    partial = summarize(meta, tape[:middle], [e for e in evals if e["arrival"] <= middle])
-    console.print(Progress(partial, len(tape), console).panel())
-    for table in tables(summarize(meta, tape, evals)):
+    partial = summarize(RunSummary.of(facts), tape[:middle], [record for record in evaluations if record.arrival <= middle])
+    console.print(Progress(partial, facts, len(tape), console).panel())
+    for table in tables(read_summary(run, facts)):
         console.print(table)
     console.print(f"The run's folder: [b]{run}[/]")
     console.save_svg(str(out), title="heloco train")

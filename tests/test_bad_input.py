@@ -276,7 +276,12 @@ def test_runs_that_cannot_be_looked_at_are_refused(command, tmp_path, unbroken):
     (fresh / "evals.jsonl").unlink()
     refused(tmp_path, command, fresh, says=f"Nothing has been evaluated yet in {fresh}: ")
     (fresh / "run.json").write_text("{}")
-    refused(tmp_path, command, fresh, says="run.json was edited: blocks is missing.")
+    refused(
+        tmp_path,
+        command,
+        fresh,
+        says="run.json was edited at method (Object missing required field `method`): restore",
+    )
     (fresh / "config.toml").write_text("[")
     refused(tmp_path, command, fresh, says="config.toml cannot be read (")
 

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import assert_refused, evals, heloco
 from heloco.report.compare import table_at
-from heloco.report.reading import read_runs
+from heloco.report.run_reader import read_runs
 
 SETTINGS = {
     "fast": ("--paces", "1,2", "--arrivals", "12", "--eval-every", "3"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from heloco.corpus import prepare
 from heloco.errors import UserError
-from heloco.task.corpus import prepare
 
 pytest.importorskip("datasets")
 
@@ -79,7 +79,7 @@ def test_what_cannot_be_read_is_said_in_a_sentence(tmp_path):
 
 
 def test_without_a_network_it_says_so(tmp_path):
-    code = "from heloco.task.corpus import prepare; prepare('hf:allenai/c4', languages=['de'])"
+    code = "from heloco.corpus import prepare; prepare('hf:allenai/c4', languages=['de'])"
     settings = {
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path),

@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 
+from heloco.corpus.languages import GRAMMARS, LANGUAGES, TRAIN_BYTES, documents
+from heloco.corpus.parts import val_limit
 from heloco.errors import UserError
-from heloco.task.corpus.languages import GRAMMARS, LANGUAGES, TRAIN_BYTES, documents
-from heloco.task.corpus.parts import val_limit
 
 
 def text(language, seed=0, split="train", size=60_000):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from conftest import mounted_disk
+from heloco.corpus import LANGUAGES, languages, load_tokenizer, prepare, rich_progress
+from heloco.corpus.encoding import Batch, encode_batches
 from heloco.errors import UserError
-from heloco.task.corpus import LANGUAGES, languages, load_tokenizer, prepare, rich_progress
-from heloco.task.corpus.encoding import Batch, Encoder
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -46,13 +46,13 @@ def start(code: str, **options: object) -> subprocess.Popen[str]:
 # Prepares, and stops to wait for a line at the first report: by then an entry is half written.
 PREPARE = """
 from pathlib import Path
-from heloco.task.corpus import prepare
+from heloco.corpus import prepare
 waited = []
 def progress(*report):
     if not waited:
         print("writing", flush=True)
         waited.append(input())
-print(prepare(data, tokenizer, cache=Path(cache), processes=processes, progress=progress).digest)
+print(prepare(data, tokenizer, cache=Path(cache), progress=progress).digest)
 """
 
 
@@ -118,53 +118,34 @@ def test_a_change_that_keeps_size_and_time_just_after_a_look_is_seen(tmp_path):
     assert prepare(str(data), cache=tmp_path / "cache").digest != first
 
 
-def test_helpers_give_the_tokens_of_a_single_process(tmp_path):
+def test_many_batches_keep_their_order(tmp_path):
     data = folder(tmp_path / "data", size=1_200_000, names=("en",))
-    one = prepare(str(data), cache=tmp_path / "one", processes=1)
-    two = prepare(str(data), cache=tmp_path / "two", processes=2)
-    assert one.digest == two.digest
-    assert documents_of(two.sources[0].train) == list(languages.documents(LANGUAGES[0], 0, "train", 1_200_000))
+    corpus = prepare(str(data), cache=tmp_path / "cache")
+    assert documents_of(corpus.sources[0].train) == list(languages.documents(LANGUAGES[0], 0, "train", 1_200_000))
 
 
-def test_what_fails_in_a_helper_fails_here():
-    with Encoder(load_tokenizer("bytes"), 2) as encoder, pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
-        list(encoder.map([Batch("train", ["\ud800"], 0)]))
+def test_what_fails_while_encoding_fails_here():
+    with pytest.raises(UnicodeEncodeError, match="surrogates not allowed"):
+        list(encode_batches(load_tokenizer("bytes"), [Batch("train", ["\ud800"], 0)]))
 
 
-def test_the_room_needs_no_torch():
-    """The helpers start without the packages above, so nothing here may lean on them."""
+def test_the_room_loads_without_torch_and_without_the_libraries_that_only_some_data_needs():
     code = """
-import sys, types
-for name, folder in packages:
-    sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [folder]
-import heloco.task.corpus
+import sys, heloco.corpus
 heavy = {'torch', 'datasets', 'pyarrow', 'tiktoken', 'tokenizers', 'rich'}
 print(heavy & {name.partition('.')[0] for name in sys.modules})
 """
-    task = Path(languages.__file__).parents[1]
-    child = start(code, packages=[("heloco", str(task.parent)), ("heloco.task", str(task))])
-    assert child.communicate(timeout=60) == ("set()\n", "")
+    assert start(code).communicate(timeout=60) == ("set()\n", "")
 
 
-def test_a_killed_helper_is_told_of():
-    with Encoder(load_tokenizer("bytes"), 2) as encoder:
-        assert len(list(encoder.map([Batch("train", ["a"], 0)]))) == 1
-        for helper in encoder._helpers:
-            helper._process.kill()
-        with pytest.raises(UserError, match=r"exit status -9.*processes=1"):
-            list(encoder.map([Batch("train", ["a"], 0)] * 8))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_preparation_killed_half_way_leaves_nothing_that_counts(tmp_path, processes):
+def test_a_preparation_killed_half_way_leaves_nothing_that_counts(tmp_path):
     data, cache = folder(tmp_path / "data", size=700_000, names=("en",)), tmp_path / "cache"
-    child = start(PREPARE, data=str(data), tokenizer="bytes", cache=str(cache), processes=processes)
+    child = start(PREPARE, data=str(data), tokenizer="bytes", cache=str(cache))
     assert child.stdout is not None and child.stdout.readline() == "writing\n"
     (unfinished,) = entries(cache)
     assert unfinished.name.startswith(".unfinished-")
     child.send_signal(signal.SIGKILL)
-    child.communicate(timeout=60)  # the helpers hold stderr: this returns once they have ended too
+    child.communicate(timeout=60)
     corpus = prepare(str(data), cache=cache)
     assert documents_of(corpus.sources[0].train) == list(languages.documents(LANGUAGES[0], 0, "train", 700_000))
     assert [entry.name[:3] for entry in entries(cache)] == ["en-"]  # what the killed one left is cleared away
@@ -172,7 +153,7 @@ def test_a_preparation_killed_half_way_leaves_nothing_that_counts(tmp_path, proc
 
 def test_two_preparations_at_once_do_each_other_no_harm(tmp_path):
     data, cache = folder(tmp_path / "data", size=700_000), tmp_path / "cache"
-    children = [start(PREPARE, data=str(data), tokenizer="bytes", cache=str(cache), processes=1) for _ in range(2)]
+    children = [start(PREPARE, data=str(data), tokenizer="bytes", cache=str(cache)) for _ in range(2)]
     for child in children:
         assert child.stdout is not None and child.stdout.readline() == "writing\n"
     assert len(entries(cache)) == 2  # both are at the same source, each in its own folder
@@ -243,8 +224,6 @@ def test_what_cannot_be_prepared_is_refused(tmp_path):
         prepare("builtin", languages=["auren", "auren"], cache=tmp_path)
     with pytest.raises(UserError, match="limit of 0 bytes"):
         prepare("builtin", limit_bytes=0, cache=tmp_path)
-    with pytest.raises(UserError, match="0 processes"):
-        prepare("builtin", processes=0, cache=tmp_path)
 
 
 def test_the_progress_bar_shows_each_source(tmp_path, capsys):
@@ -260,7 +239,7 @@ def test_the_progress_bar_shows_each_source(tmp_path, capsys):
 def test_the_shared_corpus_with_gpt2s_vocabulary(tmp_path):
     """A slice of it: the first half megabyte of each language."""
     pytest.importorskip("tiktoken")
-    corpus = prepare(str(SHARED / "corpus"), "gpt2", limit_bytes=500_000, cache=tmp_path, processes=2)
+    corpus = prepare(str(SHARED / "corpus"), "gpt2", limit_bytes=500_000, cache=tmp_path)
     assert [source.name for source in corpus.sources] == ["de", "en", "es", "fr", "it"]
     assert (corpus.vocab_size, corpus.end_of_text) == (50257, 50256)
     tokenizer = load_tokenizer("gpt2", SHARED / "corpus")

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heloco.corpus.parts import divide
+from heloco.corpus.streams import Meter
+from heloco.corpus.text_files import LONGEST_CHARS, find_sources
 from heloco.errors import UserError
-from heloco.task.corpus.parts import divide
-from heloco.task.corpus.reading import LONGEST_CHARS, find_sources
-from heloco.task.corpus.streams import Meter
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from heloco.corpus.prepare import Corpus, Source
+from heloco.corpus.sharding import EpochOrder, split, windows
 from heloco.errors import UserError
-from heloco.task.corpus.prepare import Corpus, Source
-from heloco.task.corpus.sharding import EpochOrder, split, windows
 
 
 def corpus(*lengths: int) -> Corpus:

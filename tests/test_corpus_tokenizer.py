@@ -3,7 +3,6 @@
 import json
 import lzma
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from heloco.corpus import gpt2
+from heloco.corpus.languages import documents
+from heloco.corpus.tokenizer import JsonTokenizer, RankTokenizer, load_tokenizer, token_dtype
 from heloco.errors import UserError
-from heloco.task.corpus import gpt2
-from heloco.task.corpus.languages import documents
-from heloco.task.corpus.tokenizer import JsonTokenizer, RankTokenizer, load_tokenizer, token_dtype
 
 pytest.importorskip("tiktoken")
 pytest.importorskip("tokenizers")
@@ -156,7 +155,7 @@ def test_another_vocabulary_under_gpt2s_name_is_refused(tmp_path):
 
 def test_without_a_network_gpt2_is_asked_for_as_a_file(tmp_path):
     """In a process of its own: a proxy that refuses connections stands for the missing network."""
-    code = "from heloco.task.corpus import load_tokenizer; load_tokenizer('gpt2')"
+    code = "from heloco.corpus import load_tokenizer; load_tokenizer('gpt2')"
     nowhere = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
     folders = {
         "HELOCO_CACHE": str(tmp_path / "cache"),
@@ -180,11 +179,3 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "a.tiktoken").write_text("IQ== 0\n")
     with pytest.raises(UserError, match="does not hold the 50256 tokens"):
         load_tokenizer(str(tmp_path / "a.tiktoken"))
-
-
-def test_a_tokenizer_pickles_as_its_path(tmp_path):
-    tokenizer = load_tokenizer(str(small_tokenizer(tmp_path / "t.json")))
-    expected = ids(tokenizer, "La musi uni.")
-    message = pickle.dumps(tokenizer)
-    assert len(message) < 500
-    assert ids(pickle.loads(message), "La musi uni.") == expected

@@ -396,7 +396,7 @@ REPORTED = {
     "run.json is a list": (lambda r: (r / "run.json").write_text("[]"), "run.json"),
     "run.json: threads is text": (
         lambda r: (r / "run.json").write_text((r / "run.json").read_text().replace('"threads": ', '"threads": "x", "t": ')),
-        "run.json was edited: threads cannot be 'x'",
+        "run.json was edited at threads (Expected `int`, got `str`",
     ),
     "config.toml cut": (lambda r: cut(r / "config.toml"), "config"),
     "config.toml is zeros": (lambda r: (r / "config.toml").write_bytes(bytes(500)), "config.toml"),

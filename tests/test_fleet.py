@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from heloco.corpus import prepare, split
 from heloco.engine.fleet import WAVES, Fleet, Planned, run_fleet
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
@@ -16,7 +17,6 @@ from heloco.errors import UserError
 from heloco.inner.stacked import StackedInner
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
-from heloco.task.corpus import prepare, split
 from heloco.task.gpt import preset
 from heloco.task.images import ImagesTask
 from heloco.task.language import LanguageTask

@@ -101,7 +101,7 @@ def test_where_products_must_not_be_rounded_torch_serves() -> None:
 
 
 def test_an_evaluation_says_the_same_with_the_kernels(fused: None) -> None:  # noqa: ARG001
-    from heloco.task.corpus import prepare, split
+    from heloco.corpus import prepare, split
     from heloco.task.language import LanguageTask
 
     corpus = prepare("builtin", languages=["auren", "thelis"])

@@ -57,10 +57,11 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
         }
 
 
-def test_refused_contributions_and_missing_losses_are_left_out() -> None:
+def test_refused_contributions_and_missing_losses_are_left_out(plain: Path) -> None:
     kept = Kept()
-    Mirroring(kept).arrived({"verdict": "refused"})
-    Mirroring(kept).evaluated({"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}})
+    Mirroring(kept).arrived(tape(plain)[0] | {"verdict": "refused"})
+    [first, *_] = tape(plain, "evals.jsonl")
+    Mirroring(kept).evaluated(first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}})
     assert kept.lines == [(3, {"validation/virtual time in s": 1.0})]
 
 

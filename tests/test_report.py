@@ -1,7 +1,6 @@
 """What a run shows: its summary against the tape, its lines, its tables, its live display."""
 
 import itertools
-import json
 import os
 import pty
 import re
@@ -11,11 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 
 from conftest import TINY, Fault, evals, heloco, tape
-from heloco.report.summary import summarize
-from heloco.report.terminal import duration, number, workers_table
-from heloco.run.lines import read_lines
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.run_facts import read_facts
+from heloco.records.tape import ArrivalRecord
+from heloco.report.summary import RunSummary, read_summary, summarize
+from heloco.report.terminal import workers_table
+from heloco.report.wording import duration, number
 
 SETTINGS = {
     "heloco": ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20"),
@@ -27,8 +30,7 @@ SETTINGS = {
 
 
 def summary_of(folder: Path):
-    meta = json.loads((folder / "run.json").read_text())
-    return summarize(meta, read_lines(folder / "tape.jsonl"), read_lines(folder / "evals.jsonl"))
+    return read_summary(folder, read_facts(folder / "run.json"))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -55,7 +57,7 @@ def test_the_summary_is_what_the_tape_says(name, unbroken):
         assert worker.loss == (own[-1]["loss"] if own else None)
     assert sum(summary.share(worker) for worker in summary.workers) == pytest.approx(1)
     assert sum(summary.movement_share(worker) for worker in summary.workers) == pytest.approx(1)
-    assert (summary.first_eval, summary.last_eval) == (evals(folder)[0], evals(folder)[-1])
+    assert [to_builtins(summary.first_eval), to_builtins(summary.last_eval)] == [evals(folder)[0], evals(folder)[-1]]
 
 
 def test_the_settings_above_show_every_verdict(unbroken):
@@ -68,21 +70,26 @@ def test_the_settings_above_show_every_verdict(unbroken):
 def test_a_summary_can_be_added_to_line_by_line(unbroken):
     folder = unbroken(*SETTINGS["heloco"])
     lines = tape(folder)
-    meta = json.loads((folder / "run.json").read_text())
-    half = summarize(meta, lines[:7], evals(folder)[:1])
+    half = RunSummary.of(read_facts(folder / "run.json"))
+    summarize(half, map(ArrivalRecord.of, lines[:7]), map(EvaluationRecord.of, evals(folder)[:1]))
     assert half.arrivals == 7
     for line in lines[7:]:
-        half.arrived(line)
+        half.arrived(ArrivalRecord.of(line))
     for line in evals(folder)[1:]:
-        half.evaluated(line)
+        half.evaluated(EvaluationRecord.of(line))
     assert half == summary_of(folder)
 
 
+def refused(worker: int) -> ArrivalRecord:
+    return ArrivalRecord(
+        arrival=0, verdict="refused", time_s=3.0, start_s=1.0, outer_step=0, worker=worker, round=0, version=0, staleness=4,
+        weight=1.0, shard=0, spans=(), inner_steps=2, loss=None, last_loss=None, samples=9, units=9, code="norm", reason="",
+    )  # fmt: skip
+
+
 def test_refused_contributions_are_counted_apart():
-    meta = {"paces": [1, 2]}
-    line = {"worker": 1, "time_s": 3.0, "outer_step": 0, "verdict": "refused", "arrival": 0}
-    line |= {"units": 9, "inner_steps": 2, "staleness": 4}
-    summary = summarize(meta, [line, line], [])
+    record = refused(worker=1)
+    summary = summarize(RunSummary([1, 2]), [record, record])
     assert [worker.refused for worker in summary.workers] == [0, 2]
     assert (summary.arrivals, summary.units, summary.inner_steps, summary.time_s) == (0, 0, 0, 3.0)
     assert summary.workers[1].max_staleness == 0 and summary.share(summary.workers[1]) == 0
@@ -121,7 +128,7 @@ def test_a_finished_run_shows_its_losses_workers_correction_and_folder(tmp_path)
     assert scores[0] == ["", "loss, start", "end", "bits per byte, start", "end"]
     assert [row[0] for row in scores[1:]] == ["arzhan", "auren", "thelis", "vesnar", "zumeri", "mean"]
     for name, *cells in scores[1:]:
-        pairs = [(line["mean"] if name == "mean" else line["scores"][name]) for line in (first, last)]
+        pairs = [(record.mean if name == "mean" else record.scores[name]) for record in (first, last)]
         assert cells == [f"{score[measure]:.3f}" for measure in ("loss", "bits_per_byte") for score in pairs]
     assert shown["Workers"][0] == ["worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"]
     for i, (worker, row) in enumerate(zip(summary.workers, shown["Workers"][1:], strict=True)):
@@ -143,8 +150,7 @@ def test_a_resumed_run_shows_the_tables_of_the_whole_run(tmp_path, nursery):
 
 
 def test_refusals_have_a_column_of_their_own():
-    line = {"worker": 0, "time_s": 2.0, "outer_step": 0, "verdict": "refused", "arrival": 0}
-    summary = summarize({"paces": [1, 2]}, [line], [])
+    summary = summarize(RunSummary([1, 2]), [refused(worker=0)])
     table = workers_table(summary)
     assert [str(column.header) for column in table.columns][-1] == "refused"
     assert list(table.columns[-1].cells) == ["1", "0"]

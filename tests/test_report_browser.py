@@ -253,8 +253,9 @@ def long_run(folder: Path, like: Path, arrivals: int) -> Path:
     meta = json.loads((like / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(meta | {"blocks": meta["blocks"][:4]}))
     line = (
-        '{"arrival":%d,"verdict":"applied","time_s":%d.0,"start_s":%d.0,"outer_step":%d,"worker":%d,"round":%d,"staleness":%d,'
-        '"inner_steps":2,"loss":%.4f,"shard":0,"units":64,"blocks":{"case":"kdts","cosine":[0.1,%.4f,null,-0.3],'
+        '{"arrival":%d,"verdict":"applied","time_s":%d.0,"start_s":%d.0,"outer_step":%d,"worker":%d,"round":%d,"version":0,'
+        '"staleness":%d,"weight":1.0,"shard":0,"spans":[],"inner_steps":2,"loss":%.4f,"last_loss":null,"samples":2,'
+        '"units":64,"blocks":{"case":"kdts","cosine":[0.1,%.4f,null,-0.3],'
         '"pseudo_gradient_norm":[1,2,3,4],"momentum_norm":[1,1,1,%.4f],"movement":[1,1,1,1]}}\n'
     )
     with (folder / "tape.jsonl").open("w") as tape:

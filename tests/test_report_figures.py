@@ -12,19 +12,17 @@ from pathlib import Path
 import pytest
 
 from heloco.errors import UserError
-from heloco.report.figures import (
+from heloco.report.charts.drawing import available, draw, spaced
+from heloco.report.charts.figures import (
     METHOD_COLOURS,
     OTHER_COLOURS,
     PAPER_COLOUR,
     Figure,
     Line,
     Panel,
-    available,
     caption_of,
     colours_of,
-    draw,
     method_of,
-    spaced,
     staleness_colour,
     staleness_level,
     y_range,
@@ -265,7 +263,8 @@ def test_without_matplotlib_there_is_a_sentence(tmp_path):
                     raise ModuleNotFoundError(name)
         sys.meta_path.insert(0, Blocker())
         from heloco.errors import UserError
-        from heloco.report.figures import Figure, available, draw
+        from heloco.report.charts.drawing import available, draw
+        from heloco.report.charts.figures import Figure
         assert not available()
         try:
             draw(Figure("a", "", "", []), pathlib.Path(sys.argv[1]) / "never")

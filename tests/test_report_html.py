@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from conftest import evals, heloco, tape, train
 from heloco.errors import UserError
-from heloco.report import blocks, curves, overview, workers
-from heloco.report.chart import Heat, run_colours, worker_groups
-from heloco.report.figures import METHOD_COLOURS
-from heloco.report.html import as_json, charts_of, page_data, render
-from heloco.report.reading import Run, read_runs
-from heloco.report.sampling import thinned
+from heloco.report import overview
+from heloco.report.charts import correction_map, curves, worker_charts
+from heloco.report.charts.chart import Heat, run_colours, worker_groups
+from heloco.report.charts.figures import METHOD_COLOURS
+from heloco.report.charts.sampling import thinned
+from heloco.report.page_data import charts_of, page_data
+from heloco.report.page_writer import as_json, render_report
+from heloco.report.run_reader import Run, read_runs
 
 HELOCO = ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
 MLA = (*HELOCO, "--method", "mla")
@@ -90,7 +92,7 @@ def test_tokens_add_up_and_each_round_moves_two_models(runs, folders):
 
 
 def test_the_timeline_has_every_round_of_every_worker(runs, folders):
-    spans = workers.timeline(runs).views[0].content
+    spans = worker_charts.timeline(runs).views[0].content
     found = sorted(zip(spans.row, spans.start, spans.end, strict=True))
     assert found == sorted((a["worker"], a["start_s"], a["time_s"]) for a in tape(folders[0]))
     assert set(spans.count) == {1}
@@ -99,8 +101,8 @@ def test_the_timeline_has_every_round_of_every_worker(runs, folders):
 
 
 def test_staleness_over_time_and_counted_is_the_tapes(runs, folders):
-    lines = workers.staleness(runs).views[1].content.panels[0].lines
-    counted = workers.histogram(runs).views[1].content
+    lines = worker_charts.staleness(runs).views[1].content.panels[0].lines
+    counted = worker_charts.histogram(runs).views[1].content
     for worker, (line, series) in enumerate(zip(lines, counted.series, strict=True)):
         own = [a for a in tape(folders[1]) if a["worker"] == worker]
         assert list(zip(line.x, line.y, strict=True)) == [(a["time_s"], a["staleness"]) for a in own]
@@ -109,7 +111,7 @@ def test_staleness_over_time_and_counted_is_the_tapes(runs, folders):
 
 
 def test_shares_are_those_of_the_summary(runs, folders):
-    arrivals, movement = workers.shares(runs).views[0].content.series
+    arrivals, movement = worker_charts.shares(runs).views[0].content.series
     lines = tape(folders[0])
     assert list(arrivals.values) == [sum(a["worker"] == w for a in lines) / 20 for w in range(5)]
     moved = [sum(math.hypot(*a["blocks"]["movement"]) for a in lines if a["worker"] == w) for w in range(5)]
@@ -117,7 +119,7 @@ def test_shares_are_those_of_the_summary(runs, folders):
 
 
 def test_the_map_has_every_block_of_every_arrival(runs, folders):
-    heat = blocks.correction(runs).views[0].content
+    heat = correction_map.correction(runs).views[0].content
     lines = tape(folders[0])
     meta = json.loads((folders[0] / "run.json").read_text())
     assert heat.blocks == [block["name"] for block in meta["blocks"]]
@@ -148,7 +150,7 @@ def test_images_have_an_accuracy_and_no_bits(unbroken):
     [run] = read_runs([unbroken("--task", "images", "--arrivals", "4")])
     assert "accuracy" in [view.label for view in curves.scores([run]).views]
     assert "bits per byte" not in [view.label for view in curves.scores([run]).views]
-    assert render(page_data([run]))
+    assert render_report(page_data([run]))
 
 
 # ---- fewer points
@@ -167,7 +169,7 @@ def test_a_thinned_line_keeps_its_ends_its_lowest_and_its_highest(values, most):
 
 
 def test_a_thinned_map_has_means_and_most_frequent_cases(runs, folders):
-    heat = blocks._heat(runs[0], cells=5 * len(runs[0].meta["blocks"])).content
+    heat = correction_map._heat(runs[0], cells=5 * len(runs[0].facts.blocks)).content
     assert isinstance(heat, Heat)
     assert heat.columns == [(1, 4), (5, 8), (9, 12), (13, 16), (17, 20)]
     part = tape(folders[0])[4:8]
@@ -234,7 +236,7 @@ def test_the_pages_data_is_what_the_charts_say(html, runs):
     line = data["charts"][0]["views"][0]["panels"][1]["lines"][1]
     assert line["label"] == "mla-001"
     assert line["colour"] == METHOD_COLOURS["mla"]
-    assert line["y"] == [float(f"{e['mean']['loss']:.6g}") for e in runs[1].evals]
+    assert line["y"] == [float(f"{e.mean['loss']:.6g}") for e in runs[1].evals]
     for chart in data["charts"]:
         assert all(view["alt"].startswith(chart["title"]) for view in chart["views"])
 
@@ -282,9 +284,9 @@ def test_a_run_is_read_on_as_it_grows_and_anew_where_it_was_cut_back(tmp_path, f
     lines = content.splitlines(keepends=True)
     (folder / "tape.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:9])
     run = Run(folder)
-    assert (len(run.tape), run.cut, run.refresh()) == (3, ["tape.jsonl"], False)
+    assert (len(run.tape), run.cut_files, run.refresh()) == (3, ["tape.jsonl"], False)
     (folder / "tape.jsonl").write_bytes(content)
-    assert run.refresh() and not run.cut
+    assert run.refresh() and not run.cut_files
     assert (repr(run.tape), run.summary) == (repr(Run(folder).tape), Run(folder).summary)  # NaN is no NaN's equal
     (folder / "tape.jsonl").write_bytes(b"".join(lines[:5]))
     assert run.refresh()
@@ -308,7 +310,7 @@ def test_a_run_that_diverged_has_gaps_and_a_note(tmp_path, folders):
     [run] = read_runs([folder])
     data = page_data([run])
     assert "run: the last evaluation has no finite loss." in data["notes"]
-    assert page_json(render(data))["charts"][0]["views"][0]["panels"][0]["lines"][0]["y"][-1] is None
+    assert page_json(render_report(data))["charts"][0]["views"][0]["panels"][0]["lines"][0]["y"][-1] is None
 
 
 def test_a_run_that_has_only_begun_can_be_drawn_alone_and_beside_another(tmp_path, folders):
@@ -338,7 +340,7 @@ def test_the_report_reads_plain_records_and_loads_fast():
     code = """if True:
         import sys, time
         began = time.perf_counter()
-        import heloco.report.html, heloco.report.compare, heloco.report.tables
+        import heloco.report.page_data, heloco.report.page_writer, heloco.report.compare, heloco.report.table_text
         print(time.perf_counter() - began, sorted({"torch", "numpy", "plotly", "jinja2", "matplotlib"} & set(sys.modules)))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -347,7 +349,7 @@ def test_the_report_reads_plain_records_and_loads_fast():
     assert float(took_s) < 1
 
 
-@pytest.mark.parametrize("missing", ["plotly", "jinja2"])
+@pytest.mark.parametrize("missing", ["plotly"])
 def test_without_its_extra_there_is_a_sentence(missing, monkeypatch, tmp_path, folders):
     monkeypatch.setitem(sys.modules, missing, None)
     done = heloco("report", folders[0], "--out", tmp_path / "page.html")

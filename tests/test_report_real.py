@@ -20,11 +20,14 @@ from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server.process import ListenConfig, RunHost, spec_of
 from heloco.records.events import Dispatch, Pause, Resume
 from heloco.records.journal import Journal, read_events, segments
-from heloco.report import machines, overview, workers
-from heloco.report.chart import seat_groups
-from heloco.report.curves import NOTHING_EVALUATED, scores
-from heloco.report.html import page_data, render
-from heloco.report.reading import Run, read_runs
+from heloco.report import overview
+from heloco.report.charts import machine_charts, worker_charts
+from heloco.report.charts.chart import seat_groups
+from heloco.report.charts.curves import NOTHING_EVALUATED, scores
+from heloco.report.machine_tables import machine_tables
+from heloco.report.page_data import page_data
+from heloco.report.page_writer import render_report
+from heloco.report.run_reader import Run, read_runs
 from heloco.report.terminal import contributions_table, workers_table
 from heloco.synchronizer import NOT_FINITE
 from small_cluster import Clock, Hand, config, delta, opened
@@ -87,7 +90,7 @@ def cells(table: Any) -> dict[str, dict[str, str]]:
 
 
 def test_who_contributed_lately_is_drawn_against_how_many_must(run: Run, folder: Path) -> None:
-    chart = machines.participation([run])
+    chart = machine_charts.participation([run])
     assert chart is not None
     by_arrival, by_time, parts = chart.views[0].content.panels
     lines = tape(folder)
@@ -106,7 +109,7 @@ def test_who_contributed_lately_is_drawn_against_how_many_must(run: Run, folder:
 
 
 def test_the_table_of_machines_says_what_each_brought(run: Run, folder: Path) -> None:
-    table, _ = machines.tables([run])
+    table, _ = machine_tables([run])
     found, lines = cells(table), tape(folder)
     assert list(found) == ["quick", "slow", "steady"]
     for name, row in found.items():
@@ -126,7 +129,7 @@ def test_the_table_of_machines_says_what_each_brought(run: Run, folder: Path) ->
 
 def test_a_refusal_that_is_not_on_the_tape_is_counted(run: Run, folder: Path) -> None:
     assert not any(line["verdict"] == "refused" for line in tape(folder))
-    assert {name: row["refused"] for name, row in cells(machines.tables([run])[0]).items()} == {
+    assert {name: row["refused"] for name, row in cells(machine_tables([run])[0]).items()} == {
         "quick": "1",
         "slow": "0",
         "steady": "0",
@@ -136,10 +139,10 @@ def test_a_refusal_that_is_not_on_the_tape_is_counted(run: Run, folder: Path) ->
 
 
 def test_pauses_are_told_with_their_reasons(run: Run, folder: Path) -> None:
-    rows = [[cell.text for cell in row] for row in machines.tables([run])[1].rows]
+    rows = [[cell.text for cell in row] for row in machine_tables([run])[1].rows]
     reason = "1 of at least 2 machines are here"
     assert rows[-1] == ["0:08", "12", "30.0 s", reason] and all(row[-1] == reason for row in rows)
-    chart = machines.participation([run])
+    chart = machine_charts.participation([run])
     assert chart is not None
     [paused] = [line for line in chart.views[0].content.panels[1].lines if line.label == "paused"]
     events = [event for event, _ in read_events(folder / "journal")]
@@ -163,11 +166,11 @@ def test_a_pause_shows_while_it_lasts_and_its_end_is_noticed(folder: Path, tmp_p
     path, rest = cut(folder, tmp_path / "run", "pause")
     [run] = read_runs([tmp_path / "run"])
     assert "run paused at 0:08: 1 of at least 2 machines are here." in overview.notes([run])
-    assert machines.tables([run])[1].rows[-1][2].text == "not ended"
+    assert machine_tables([run])[1].rows[-1][2].text == "not ended"
     with path.open("a") as journal:
         journal.writelines(rest)
     assert run.refresh() and not any("paused" in note for note in overview.notes([run]))
-    assert machines.tables([run])[1].rows[-1][2].text == "30.0 s"
+    assert machine_tables([run])[1].rows[-1][2].text == "30.0 s"
 
 
 def test_a_pause_that_a_crash_ended_does_not_last_for_ever(folder: Path, tmp_path: Path) -> None:
@@ -179,14 +182,14 @@ def test_a_pause_that_a_crash_ended_does_not_last_for_ever(folder: Path, tmp_pat
     journal.append(Dispatch(time_s=paused_s + 30.0, worker=0, steps=2, machine="quick#1", start_digest=""))
     journal.close()
     [run] = read_runs([tmp_path / "run"])
-    assert not run.journal.is_paused and machines.tables([run])[1].rows[-1][2].text == "30.0 s"
+    assert not run.journal.is_paused and machine_tables([run])[1].rows[-1][2].text == "30.0 s"
 
 
 def test_without_its_journal_a_run_is_shown_and_the_page_says_what_is_missing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "journal")
     [run] = read_runs([tmp_path / "run"])
-    table, pauses = machines.tables([run])
+    table, pauses = machine_tables([run])
     assert len(table.rows) == 3 and not pauses.rows and "journal, which is not here: run" in pauses.caption
 
 
@@ -207,12 +210,12 @@ def test_paces_are_measured_and_time_is_real(run: Run, folder: Path) -> None:
         own = [line for line in lines if line["worker"] == worker]
         measured = sum(line["time_s"] - line["start_s"] for line in own) / sum(line["inner_steps"] for line in own)
         assert shown == f"{measured:.3g} s"
-        assert workers.timeline([run]).views[0].content.rows[worker] == f"worker {worker} ({measured:.3g} s)"
+        assert worker_charts.timeline([run]).views[0].content.rows[worker] == f"worker {worker} ({measured:.3g} s)"
     assert "as measured" in str(table.caption)
     data = page_data([run])
     said = json.dumps(data)
     assert "virtual" not in said and "real time (s)" in said and data["tables"][0]["header"][4] == "real time"
-    assert " by quick" in workers.timeline([run]).views[0].content.hover[0]
+    assert " by quick" in worker_charts.timeline([run]).views[0].content.hover[0]
 
 
 def test_a_simulation_keeps_its_words(unbroken: Any) -> None:
@@ -249,7 +252,7 @@ def test_where_evaluations_would_stand_there_is_a_sentence(run: Run, folder: Pat
     names = [chart["name"] for chart in page_data([run])["charts"]]
     assert names[:2] == ["scores", "training"] and {"participation", "staleness", "shares", "machines", "correction"} < set(names)
     assert "sources" not in names and overview.notes([run])[0] == "run stands at arrival 30 of 40."
-    losses = [float(y) for line in workers.training([run]).views[0].content.panels[0].lines for y in line.y]
+    losses = [float(y) for line in worker_charts.training([run]).views[0].content.panels[0].lines for y in line.y]
     assert sorted(losses) == sorted(line["loss"] for line in tape(folder))
     done = heloco("report", folder, "--out", tmp_path / "page.html")
     assert done.code == 0 and NOTHING_EVALUATED in (tmp_path / "page.html").read_text(), done.err
@@ -273,7 +276,7 @@ def test_machines_that_report_no_loss(tmp_path: Path) -> None:
         hand.hand_in(delta(1), loss=float("nan"), last_loss=float("nan"))
     service.close()
     [run] = read_runs([tmp_path / "run"])
-    assert any("report no loss" in note for note in workers.training([run]).views[0].notes)
+    assert any("report no loss" in note for note in worker_charts.training([run]).views[0].notes)
     watched = heloco("watch", run.path, "--text")
     assert watched.code == 0 and "training loss not reported" in watched.out, watched.err
     assert "Nothing is evaluated in such a run" in watched.out and "mute" in watched.out
@@ -281,7 +284,7 @@ def test_machines_that_report_no_loss(tmp_path: Path) -> None:
 
 def test_a_browser_shows_such_a_run_in_silence(folder: Path, tmp_path: Path, browser_path: str | None) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    (tmp_path / "page.html").write_text(render(page_data(read_runs([folder]))))
+    (tmp_path / "page.html").write_text(render_report(page_data(read_runs([folder]))))
     with playwright.sync_playwright() as started:
         try:
             browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
@@ -391,7 +394,7 @@ def test_loops_that_join_over_https_are_watched_and_reported(host: RunHost, tmp_
     done = heloco("report", folder, "--out", tmp_path / "page.html")
     assert done.code == 0, done.err
     [run] = read_runs([folder])
-    table = cells(machines.tables([run])[0])
+    table = cells(machine_tables([run])[0])
     assert set(table) == {"one", "two"} and sum(int(row["contributions"]) for row in table.values()) == 12
     assert all(float(row["s per step"]) > 0 for row in table.values())
     assert run.summary.units == 12 * 3 * 8 and overview.notes([run]) == []

@@ -138,7 +138,7 @@ def test_killed_at_any_touch_of_its_folder_it_resumes_to_the_bit(tmp_path, nurse
         pytest.param(kill("heloco.run.folder:RunFolder.write_eval", 1, "before"), id="before the first evaluation"),
         pytest.param(kill(SAVE, 1, "before"), id="before the first checkpoint"),
         pytest.param(kill("heloco.run.checkpoint:write", 1, "after", "halved"), id="in the first checkpoint's tensors"),
-        pytest.param(kill("heloco.run.lines:Lines.append", 6, "before", "torn"), id="in the middle of a line of the tape"),
+        pytest.param(kill("heloco.records.lines:Lines.append", 6, "before", "torn"), id="in the middle of a line of the tape"),
         pytest.param(kill("heloco.run.checkpoint:write", 3, "before"), id="before a checkpoint's tensors"),
         pytest.param(kill("heloco.run.checkpoint:write", 3, "after", "halved"), id="in the middle of a checkpoint's tensors"),
         pytest.param(kill("heloco.run.checkpoint:write", 3, "after"), id="between a checkpoint's tensors and its state"),

@@ -19,6 +19,7 @@ FLOORS = [
     {"synchronizer", "methods"},
     {"records"},
     {"wire"},
+    {"corpus"},
     {"task"},
     {"inner"},
     {"run"},
@@ -29,7 +30,7 @@ FLOORS = [
     {"cli"},
 ]
 """From the top: a room may import from the floors above its own, and within itself."""
-FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places"}
+FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places", "verdicts"}
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -111,21 +112,9 @@ def test_the_three_lines_load_no_server_no_journal_no_config_and_no_model_of_our
 
 
 def test_no_two_modules_share_a_name():
+    """But for `join`: the command and the function that a script calls."""
     stems = [path.stem for path in MODULES if path.stem not in ("__init__", "__main__")]
-    twice = {stem for stem in stems if stems.count(stem) > 1}
-    assert twice <= {
-        "portable",
-        "reading",
-        "workers",
-        "terminal",
-        "page",
-        "tables",
-        "curves",
-        "blocks",
-        "report",
-        "study",
-        "join",
-    }
+    assert {stem for stem in stems if stems.count(stem) > 1} <= {"join"}
 
 
 def test_the_packages_face_imports_nothing_when_it_is_loaded():
@@ -153,7 +142,8 @@ def test_whoever_imports_the_package_itself_wants_its_version_alone():
         ("report", {"torch", "numpy"}),
         ("records", {"torch", "numpy"}),
         ("places.py", {"torch", "numpy"}),
-        ("task/corpus", {"torch"}),
+        ("verdicts.py", {"torch", "numpy"}),
+        ("corpus", {"torch"}),
         ("errors.py", {"torch", "numpy"}),
         ("seeds.py", {"torch", "numpy"}),
         ("cli", {"numpy"}),
@@ -187,7 +177,7 @@ def test_time_threads_files_and_networks_stay_out_of_the_synchronizer():
 
 
 def test_no_room_uses_a_wall_clock_but_the_ones_that_show_or_keep_it():
-    allowed = {"report", "run", "task", "study", "cli"}
+    allowed = {"report", "corpus", "study", "cli"}
     for path in MODULES:
         real = path.is_relative_to(PACKAGE / "cluster")  # runs on real machines take real time
         if room_of(path) not in allowed and not real:
@@ -202,7 +192,7 @@ def loads_torch(code: str) -> bool:
     return done.stdout.split()[-1] == "True"
 
 
-LIGHT = ("", ".errors", ".seeds", ".policy", ".ledger", ".report.terminal", ".report.summary", ".cli.main", ".cli.flags")
+LIGHT = ("", ".errors", ".seeds", ".policy", ".ledger", ".corpus", ".report.terminal", ".report.live", ".cli.main", ".cli.flags")
 
 
 @pytest.mark.parametrize("module", [f"heloco{name}" for name in LIGHT])
@@ -210,10 +200,32 @@ def test_these_load_without_torch(module):
     assert not loads_torch(f"import {module}")
 
 
-def test_the_corpus_room_itself_needs_no_torch():
-    """Its parent `heloco.task` does, so a helper process that only tokenises puts an empty package in the parent's place."""
-    parent = f"import sys, types; task = types.ModuleType('heloco.task'); task.__path__ = [{str(PACKAGE / 'task')!r}]"
-    assert not loads_torch(f"{parent}\nsys.modules['heloco.task'] = task\nimport heloco.task.corpus, heloco.task.corpus.helper")
+@pytest.mark.parametrize("path", [path for path in MODULES if room_of(path) == "records"], ids=name_of)
+def test_records_load_without_torch(path):
+    assert not loads_torch(f"import {name_of(path)}")
+
+
+def test_a_report_is_made_without_torch(unbroken):
+    """From reading a run's folder to the page, the comparison and the tables of the terminal."""
+    code = f"""
+from pathlib import Path
+from heloco.report import compare, page_data, page_writer, run_reader, terminal
+runs = run_reader.read_runs([Path({str(unbroken())!r})])
+assert page_writer.render_report(page_data.page_data(runs)) and compare.tables_at(runs) and list(terminal.tables(runs[0].summary))
+"""
+    assert not loads_torch(code)
+
+
+REPORT_FLOORS = [("wording", "table_data", "summary", "journal_summary"), ("run_reader",), ("charts",)]
+"""Inside `report/`: charts are made from runs and know nothing of pages, terminals and servers."""
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name == "charts"], ids=name_of)
+def test_charts_know_nothing_of_pages_and_terminals(path):
+    known = {name for floor in REPORT_FLOORS for name in floor}
+    for line, module in imports_of(path):
+        if module.startswith("heloco.report."):
+            assert module.split(".")[2] in known, f"{path}:{line}: imports {module}"
 
 
 def test_the_probe_would_see_torch():

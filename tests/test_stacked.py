@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from heloco.corpus import prepare, split
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
 from heloco.inner.adamw import CHUNK, AdamW, adamw_factors, settings_of, without_gradient
@@ -16,7 +17,6 @@ from heloco.inner.stacked import Job, StackedInner
 from heloco.inner.stacked_loss import GPTLoss, VmapLoss, stacked_loss
 from heloco.synchronizer import Contribution, Round
 from heloco.task import Task
-from heloco.task.corpus import prepare, split
 from heloco.task.datasets import DatasetTask
 from heloco.task.gpt import preset
 from heloco.task.images import ImagesTask

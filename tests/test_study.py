@@ -52,7 +52,7 @@ panels = ["rows"]
 lines = "methods"
 """
 )
-STORE = "heloco.study.records:RunStore.write"
+STORE = "heloco.study.kept_runs:RunStore.write"
 METHODS = ("heloco", "heloco-ramp", "mla", "async-nesterov", "sync-nesterov")
 
 

@@ -15,8 +15,8 @@ from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
+from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
-from heloco.study.records import RunStore, make_record
 from heloco.study.results import Shown
 from heloco.study.spec import SCALES, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer
@@ -294,12 +294,14 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
                 {
                     "arrival": i + 1, "worker": i % len(config.workers.paces), "time_s": 98765.4321 + i, "outer_step": i + 1,
                     "verdict": "applied", "units": 256, "inner_steps": 20, "staleness": 17, "loss": 7.1234567, "shard": 0,
+                    "start_s": 0.0, "round": 0, "version": 0, "weight": 1.0, "spans": [], "last_loss": 7.0, "samples": 2,
                 }
                 for i in range(config.run.arrivals)
             ],
             evals=[
                 {
-                    "arrival": i, "time_s": 14.74 * i, "inner_steps": 80 * i, "mean": {"loss": 7.123456789},
+                    "arrival": i, "outer_step": i, "units": 256 * i, "time_s": 14.74 * i, "inner_steps": 80 * i,
+                    "mean": {"loss": 7.123456789},
                     "scores": {s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.data.languages},
                 }
                 for i in range(0, config.run.arrivals + 1, config.run.eval_every)

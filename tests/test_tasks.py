@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heloco.corpus import Corpus, prepare, split
 from heloco.errors import UserError
 from heloco.task import mean_scores, to_device
-from heloco.task.corpus import Corpus, prepare, split
 from heloco.task.datasets import DatasetTask
 from heloco.task.gpt import PRESETS, GPTConfig, TinyGPT, build, preset
 from heloco.task.images import CLASSES, STYLES, ImagesTask

@@ -16,7 +16,7 @@ import pytest
 
 from conftest import TINY, heloco
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
-from heloco.report.reading import read_runs
+from heloco.report.run_reader import read_runs
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")

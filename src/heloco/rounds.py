@@ -1,12 +1,13 @@
 """What goes out to a worker, what comes back, and what became of it: the types that every engine shares."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from torch import Tensor
 
 from heloco.ledger import Span
 from heloco.outer import Outcome
+from heloco.verdicts import Code as Code
+from heloco.verdicts import Verdict as Verdict
 
 
 @dataclass(slots=True)
@@ -50,8 +51,6 @@ class Contribution:
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
-Verdict = Literal["applied", "zeroed", "skipped", "refused", "gathered"]
-Code = Literal["", "stale", "norm", "shapes", "not-finite", "buffers-not-finite"]
 NOT_FINITE = "the pseudo-gradient has no finite norm"
 
 

@@ -11,8 +11,8 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     from heloco.cluster.client.worker import task_of
     from heloco.cluster.protocol.messages import RunInfo
     from heloco.cluster.server.replay import replay
+    from heloco.records.lines import read_lines
     from heloco.run import RunFolder, checkpoint
-    from heloco.run.lines import read_lines
 
     folder = RunFolder.open(run)
     tape = list(read_lines(run / "tape.jsonl"))

@@ -156,10 +156,10 @@ def train(parsed: argparse.Namespace) -> int:
     with preparing() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
-    meta = describe(task, config, local.model)
-    local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, meta)
+    out = parsed.out or make_next(Path("runs"), config.outer.method)
+    local.folder = RunFolder.create(out, config, describe(task, config, local.model))
     local.folder.start_writing(0, 0)
-    return carry_out(local, local.folder, meta, logs)
+    return carry_out(local, local.folder, logs)
 
 
 def resume(parsed: argparse.Namespace) -> int:
@@ -168,14 +168,14 @@ def resume(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import model_digest
     from heloco.engine.local import LocalRun
     from heloco.records.journal import FOLDER as JOURNAL
+    from heloco.records.run_files import CONFIG
     from heloco.run import RunFolder
-    from heloco.run.folder import CONFIG
 
     folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
     if (folder.path / JOURNAL).exists():
         raise UserError(f"{folder.path} is a run on real machines: `heloco serve {folder.path}` goes on with it.")
-    config, meta = folder.config(), folder.meta()
-    if config.digest() != meta["config_digest"]:
+    config, facts = folder.config(), folder.facts()
+    if config.digest() != facts.config_digest:
         raise UserError(
             f"{folder.path / CONFIG} is not the config this run was started with: restore it, or start a new run with "
             f"`heloco train --config {folder.path / CONFIG}`."
@@ -184,13 +184,13 @@ def resume(parsed: argparse.Namespace) -> int:
     if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
-    torch.set_num_threads(meta["threads"])  # the inner steps' sums depend on it, to the bit
+    torch.set_num_threads(facts.threads)  # the inner steps' sums depend on it, to the bit
     task = rebuild_task(config, parsed.data)
-    if task.digest != meta["task_digest"]:
+    if task.digest != facts.task_digest:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
-    if model_digest(task) != meta.get("model_digest", model_digest(task)):
+    if model_digest(task) != facts.model_digest:
         raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
     local = LocalRun(task, config, folder=folder)
     state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
@@ -199,7 +199,7 @@ def resume(parsed: argparse.Namespace) -> int:
         local.load(state, tensors)
     folder.start_writing(state["tape_bytes"], state["evals_bytes"])
     print(f"Resuming {folder.path} at arrival {local.synchronizer.arrivals} of {config.run.arrivals}.", flush=True)
-    return carry_out(local, folder, meta, logs)
+    return carry_out(local, folder, logs)
 
 
 def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
@@ -217,19 +217,18 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
         return build_task(config, progress)[0]
 
 
-def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any], logs: list[str]) -> int:
+def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
     """Runs to the end or to a signal; prints what came out."""
     from rich.console import Console
 
     from heloco.engine.local import StopRequested
     from heloco.report.mirrors import mirroring
-    from heloco.report.summary import summarize
+    from heloco.report.summary import read_summary
     from heloco.report.terminal import Progress, showing, tables
-    from heloco.run.folder import EVALS, TAPE
-    from heloco.run.lines import read_lines
 
     console = Console()
-    summary = summarize(meta, read_lines(folder.path / TAPE), read_lines(folder.path / EVALS))
+    facts = folder.facts()
+    summary = read_summary(folder.path, facts)
     caught: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
@@ -240,7 +239,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any], logs
     try:
         with mirroring(logs, folder.path, asdict(local.config)) as mirrors:
             local.observers += mirrors
-            with showing(Progress(summary, local.config.run.arrivals, console)) as progress:
+            with showing(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
                 local.observers.append(progress)
                 local.run()
     except StopRequested:
@@ -257,7 +256,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any], logs
 
 
 def preparing() -> Any:
-    from heloco.task.corpus import rich_progress
+    from heloco.corpus import rich_progress
 
     return rich_progress()
 
@@ -279,15 +278,11 @@ def evaluate(parsed: argparse.Namespace) -> int:
     state, tensors = folder.load_model()
     task = rebuild_task(config, parsed.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
-    line = {
-        "arrival": state["arrival"],
-        "mean": finite(mean_scores(scores)),
-        "scores": {name: finite(measures) for name, measures in scores.items()},
-    }
+    mean, per_source = finite(mean_scores(scores)), {name: finite(measures) for name, measures in scores.items()}
     if parsed.json:
-        print(json.dumps(line, indent=1))
+        print(json.dumps({"arrival": state["arrival"], "mean": mean, "scores": per_source}, indent=1))
     else:
-        Console().print(scores_table(None, line))
+        Console().print(scores_table(mean, per_source))
     return 0
 
 

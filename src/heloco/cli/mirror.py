@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heloco.errors import UserError
+from heloco.records.journal import FOLDER as JOURNAL
+from heloco.records.journal import segment_name
+from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
 
-WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal")
-JOURNAL_SEGMENT = f"journal/events-{0:015d}.jsonl"
+WHOLE, GROWING = (CONFIG, META), (TAPE, EVALS, JOURNAL)
+JOURNAL_SEGMENT = f"{JOURNAL}/{segment_name(0)}"
 """The journal comes as one long file of lines."""
 EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
 LOST_S = 60.0
-"""Out of reach for so long, a run is taken for gone: a crash and a restart take less."""
+"""Seconds out of reach after which a run counts as gone: a crash and a restart take less."""
 
 
 class Mirror:
@@ -27,8 +30,8 @@ class Mirror:
 
     def __init__(self, link: "AdminLink") -> None:
         self.link = link
-        self._made = tempfile.TemporaryDirectory(prefix="heloco-watch-")
-        self.folder = Path(self._made.name) / "run"
+        self._temporary = tempfile.TemporaryDirectory(prefix="heloco-watch-")
+        self.folder = Path(self._temporary.name) / "run"
         self.folder.mkdir()
         self._over = threading.Event()
         self._reached_s = time.monotonic()
@@ -52,7 +55,7 @@ class Mirror:
             info = self.link.describe()
             self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
             missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
-            while not self.has(WHOLE if info.external else (*WHOLE, "evals.jsonl")):
+            while not self.has(WHOLE if info.external else (*WHOLE, EVALS)):
                 if time.monotonic() - began > WAIT_S:
                     raise UserError(f"{missing} at {self.link.address}: try again later.")
                 time.sleep(EVERY_S)
@@ -75,7 +78,7 @@ class Mirror:
                 self._read_on(name)
 
     def _read_on(self, name: str) -> None:
-        path = self.folder / (JOURNAL_SEGMENT if name == "journal" else name)
+        path = self.folder / (JOURNAL_SEGMENT if name == JOURNAL else name)
         size = path.stat().st_size if path.exists() else 0
         while more := self.link.read(name, size):
             path.parent.mkdir(exist_ok=True)
@@ -99,4 +102,4 @@ class Mirror:
         if self._following is not None:
             self._following.join(CLOSING_S)  # it may be writing into what goes now
         self.link.close()
-        self._made.cleanup()
+        self._temporary.cleanup()

@@ -11,20 +11,21 @@ from heloco.errors import UserError, nearest
 FORMATS = ("table", "markdown", "csv")
 
 
-def add_report_flags(made: Parser) -> None:
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
-    made.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
+def add_report_flags(parser: Parser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
 
 
 def report(parsed: argparse.Namespace) -> int:
-    from heloco.report.html import check_parts, page_data, render
-    from heloco.report.reading import read_runs
+    from heloco.report.page_data import page_data
+    from heloco.report.page_writer import check_parts, render_report
+    from heloco.report.run_reader import read_runs
 
     check_parts()
     out: Path = parsed.out
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'report.html'}.")
-    write(out, render(page_data(read_runs(parsed.folders))))
+    write(out, render_report(page_data(read_runs(parsed.folders))))
     print(f"Wrote {out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser.")
     return 0
 
@@ -43,17 +44,17 @@ def write(out: Path, page: str) -> None:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out.") from error
 
 
-def add_compare_flags(made: Parser) -> None:
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
-    made.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
-    made.add_argument("--at-time", metavar="S", help="the budget of seconds, virtual or real [what all runs reached]")
-    made.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
+def add_compare_flags(parser: Parser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    parser.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
+    parser.add_argument("--at-time", metavar="S", help="the budget of seconds, virtual or real [what all runs reached]")
+    parser.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
 
 
 def compare(parsed: argparse.Namespace) -> int:
     from heloco.report.compare import tables_at
-    from heloco.report.reading import read_runs
-    from heloco.report.tables import as_csv, as_markdown, in_terminal, wide_console
+    from heloco.report.run_reader import read_runs
+    from heloco.report.table_text import as_csv, as_markdown, in_terminal, wide_console
 
     if parsed.format not in FORMATS:
         raise UserError(f"There is no format {parsed.format!r}; {nearest(parsed.format, FORMATS)}")

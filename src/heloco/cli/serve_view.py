@@ -2,13 +2,12 @@
 
 The display reads only what is added to the run's files while it looks: neither its memory nor its start grows with the run."""
 
-import json
 import math
 import time
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,9 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from heloco.cluster.protocol.messages import Ended, MachineStatus, Status
-from heloco.report.reading import CONFIG, EVALS, META, TAPE
-from heloco.report.summary import EXTERNAL, Record, summarize
-from heloco.report.terminal import duration, number, tables
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.lines import RecordT, Tail
+from heloco.records.run_facts import RunFacts, read_facts
+from heloco.records.run_files import CONFIG, EVALS, META, TAPE
+from heloco.records.tape import ArrivalRecord
+from heloco.report.summary import read_summary
+from heloco.report.terminal import tables
+from heloco.report.wording import duration, number
 
 if TYPE_CHECKING:
     from heloco.cli.serve import Engine
@@ -65,40 +69,29 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
 
 def final_tables(folder: Path) -> Iterator[RenderableType]:
     """What a run shows that has ended, from its whole tape, read line by line."""
-    from heloco.run.lines import read_lines
-
     if (folder / META).exists():
-        meta = json.loads((folder / META).read_text())
-        yield from tables(summarize(meta, read_lines(folder / TAPE), read_lines(folder / EVALS)))
+        yield from tables(read_summary(folder, read_facts(folder / META)))
 
 
-class Tail:
-    """The lines that are added to a file from now on; of those before only the last one."""
+class NewRecords(Generic[RecordT]):
+    """The records that are added to a file from now on, and the last one."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        size = path.stat().st_size if path.exists() else 0
-        self._offset = max(0, size - TAIL_BYTES)
-        before = list(self.more())
-        self.last: Record | None = before[-1] if before else None
+    def __init__(self, path: Path, kind: type[RecordT]) -> None:
+        self._path, self._kind = path, kind
+        self.last: RecordT | None = None
+        self._open()
 
-    def more(self) -> Iterator[Record]:
-        if not self.path.exists():
-            return
-        if self.path.stat().st_size < self._offset:  # the run was taken up again, and cut it back
-            self._offset = self.path.stat().st_size
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                try:
-                    record = json.loads(line)
-                except ValueError:  # the reading began in the middle of a line
-                    continue
-                self.last = record
-                yield record
+    def _open(self) -> None:
+        self._tail = Tail(self._path, self._kind, last_bytes=TAIL_BYTES)
+        for _ in self.more():
+            pass
+
+    def more(self) -> Iterator[RecordT]:
+        if self._tail.was_cut():  # the run was resumed from a checkpoint
+            self._open()
+        for record in self._tail.more():
+            self.last = record
+            yield record
 
 
 class RunView:
@@ -106,9 +99,9 @@ class RunView:
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
-        self.meta: Record = {}
-        self._tape: Tail | None = None
-        self._evals: Tail | None = None
+        self.facts: RunFacts | None = None
+        self._tape: NewRecords[ArrivalRecord] | None = None
+        self._evals: NewRecords[EvaluationRecord] | None = None
         self._new_sentences: list[tuple[int, str]] = []
         """(arrival, what there is to say about it)"""
         self._losses: list[float] = []
@@ -116,34 +109,30 @@ class RunView:
         self._paused = ""
 
     def refresh(self) -> None:
-        if self._tape is None or self._evals is None:
+        if self.facts is None or self._tape is None or self._evals is None:
             if not ((self.folder / CONFIG).exists() and (self.folder / META).exists()):
                 return
-            self.meta = json.loads((self.folder / META).read_text())
-            self._evals = Tail(self.folder / EVALS)
-            self._tape = Tail(self.folder / TAPE)
+            self.facts = read_facts(self.folder / META)
+            self._evals = NewRecords(self.folder / EVALS, EvaluationRecord)
+            self._tape = NewRecords(self.folder / TAPE, ArrivalRecord)
             if self._evals.last is not None:
-                self._new_sentences.append(_evaluation_sentence(self._evals.last, self.meta))
+                self._new_sentences.append(_evaluation_sentence(self._evals.last, self.facts.unit))
             return
-        for line in self._tape.more():
-            if line.get("loss") is not None:
-                self._losses = [*self._losses[-99:], float(line["loss"])]
-            if self.is_external and line["verdict"] != "refused":
-                self._new_sentences += self._mark(line)
-        self._new_sentences += [_evaluation_sentence(line, self.meta) for line in self._evals.more()]
+        for arrival in self._tape.more():
+            if arrival.loss is not None:
+                self._losses = [*self._losses[-99:], arrival.loss]
+            if self.facts.is_external and arrival.verdict != "refused":
+                self._new_sentences += self._training_sentence(arrival)
+        self._new_sentences += [_evaluation_sentence(evaluation, self.facts.unit) for evaluation in self._evals.more()]
 
-    @property
-    def is_external(self) -> bool:
-        return self.meta.get("task_digest") == EXTERNAL
-
-    def _mark(self, line: Record) -> list[tuple[int, str]]:
-        """Where nothing is evaluated: now and then, what the machines say of their losses."""
+    def _training_sentence(self, arrival: ArrivalRecord) -> list[tuple[int, str]]:
+        """If nothing is evaluated: now and then, what the machines say of their losses."""
         every, planned = self._settings()
-        if line["arrival"] % every and line["arrival"] != planned:
+        if arrival.arrival % every and arrival.arrival != planned:
             return []
         recent = self._losses[-every:]
         loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
-        return [(line["arrival"], f"real {duration(line['time_s'])}  {loss}")]
+        return [(arrival.arrival, f"real {duration(arrival.time_s)}  {loss}")]
 
     def _settings(self) -> tuple[int, int]:
         """Arrivals between evaluations, and in all."""
@@ -153,11 +142,11 @@ class RunView:
 
     @property
     def loss(self) -> str:
-        if self.is_external:
+        if self.facts and self.facts.is_external:
             recent = self._losses[-20:]
             return f"training loss [b]{number(sum(recent) / len(recent) if recent else None)}[/] (nothing is evaluated)"
         last = self._evals.last if self._evals else None
-        return f"validation loss [b]{number((last or {}).get('mean', {}).get('loss'))}[/]"
+        return f"validation loss [b]{number(last.mean.get('loss') if last else None)}[/]"
 
     def panel(self, status: Status) -> RenderableType:
         self._new_sentences.clear()
@@ -169,7 +158,7 @@ class RunView:
         bar.add_row(ProgressBar(status.planned, status.arrivals), f"{status.arrivals}/{status.planned} arrivals · {times}")
         facts = Table.grid(padding=(0, 3))
         facts.add_row(f"outer step [b]{status.outer_step}[/]", self.loss)
-        title = f"[b]{self.meta.get('method', 'a run without a model yet')}[/]"
+        title = f"[b]{self.facts.method if self.facts else 'a run without a model yet'}[/]"
         return Group(Panel(Group(bar, facts), title=title, title_align="left"), machines_table(status))
 
     def tell(self, status: Status) -> None:
@@ -191,9 +180,9 @@ class RunView:
         self._new_sentences.clear()
 
 
-def _evaluation_sentence(line: Record, meta: Record) -> tuple[int, str]:
-    loss = f"mean validation loss {number(line['mean'].get('loss'))}"
-    return line["arrival"], f"real {duration(line['time_s'])}  {line['units']:,} {meta['unit']}  {loss}"
+def _evaluation_sentence(evaluation: EvaluationRecord, unit: str) -> tuple[int, str]:
+    loss = f"mean validation loss {number(evaluation.mean.get('loss'))}"
+    return evaluation.arrival, f"real {duration(evaluation.time_s)}  {evaluation.units:,} {unit}  {loss}"
 
 
 def count_machines(count: int) -> str:

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from heloco.study.spec import Study
 
 
-def add_study_flags(made: Parser) -> None:
+def add_study_flags(parser: Parser) -> None:
     def add(flag: str, metavar: str, about: str, **options: Any) -> None:
-        made.add_argument(flag, metavar=metavar, help=about, **options)
+        parser.add_argument(flag, metavar=metavar, help=about, **options)
 
-    made.add_argument("study", nargs="?", metavar="STUDY", help="which one, by name, or the path of a TOML file of yours")
-    made.add_argument("--list", action="store_true", help="what there is, how many runs each has and what they cost")
+    parser.add_argument("study", nargs="?", metavar="STUDY", help="which one, by name, or the path of a TOML file of yours")
+    parser.add_argument("--list", action="store_true", help="what there is, how many runs each has and what they cost")
     add("--data", "DIR", "a folder of text with a file or sub-folder per language, or hf:DATASET [small: builtin]")
     add("--tokenizer", "TEXT", "bytes, gpt2, or the path of a tokenizer.json [gpt2; small: bytes]")
     add("--languages", "X,X,…", "which sources of the data, in the workers' order [all]")
@@ -34,10 +34,10 @@ def add_study_flags(made: Parser) -> None:
 
 def study(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import pick_device
-    from heloco.report.tables import wide_console
+    from heloco.report.table_text import wide_console
+    from heloco.study.display import list_table
     from heloco.study.output import Folder
     from heloco.study.spec import SCALES, load_study
-    from heloco.study.terminal import list_table
 
     if parsed.list:
         wide_console().print(list_table())
@@ -61,12 +61,12 @@ def study(parsed: argparse.Namespace) -> int:
 
 
 def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
+    from heloco.corpus import rich_progress
     from heloco.engine.build import build_task
     from heloco.study.plan import make_plan
-    from heloco.task.corpus import rich_progress
 
     names = ("data", "tokenizer", "languages", "device")
-    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     with rich_progress() as progress:
         return make_plan(
             chosen,
@@ -74,7 +74,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
             seeds=whole_number("seeds", parsed.seeds),
             rows=split_names(parsed.rows, ";"),
             methods=split_names(parsed.methods, ","),
-            settings=given,
+            settings=settings,
             build_task=lambda config: build_task(config, progress),
         )
 
@@ -86,8 +86,8 @@ def whole_number(name: str, text: str) -> int:
         raise UserError(f"{name} cannot be {text!r}: give a whole number.") from None
 
 
-def split_names(given: list[str] | None, separator: str) -> list[str]:
-    return [name.strip() for text in given or () for name in text.split(separator)]
+def split_names(texts: list[str] | None, separator: str) -> list[str]:
+    return [name.strip() for text in texts or () for name in text.split(separator)]
 
 
 def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
@@ -96,11 +96,11 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 
     from heloco.engine.build import pick_device
     from heloco.engine.local import StopRequested
-    from heloco.report.figures import available
-    from heloco.report.tables import in_terminal, wide_console
+    from heloco.report.charts.drawing import available
+    from heloco.report.table_text import in_terminal, wide_console
+    from heloco.study.display import Watching
     from heloco.study.output import PAGE, write_results
     from heloco.study.plan import carry_out as run_all
-    from heloco.study.terminal import Watching
 
     device = pick_device(parsed.device)
     missing = plan.missing(folder.store)
@@ -109,8 +109,8 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     if device.type == "cpu" and parsed.scale == "small":
         torch.set_num_threads(1)  # the matrices are so small that threads would mostly wait for each other
     console = wide_console()
-    there = len(plan.runs) - len(missing)
-    print(f"{plan.study.title}: {len(plan.runs)} runs, {there} of them there already, on {device.type}.", flush=True)
+    finished = len(plan.runs) - len(missing)
+    print(f"{plan.study.title}: {len(plan.runs)} runs, {finished} of them there already, on {device.type}.", flush=True)
     caught: list[int] = []
 
     def stop(caught_now: int, _: FrameType | None) -> None:
@@ -118,7 +118,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 
     before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Watching(len(plan.runs), there, console) as display:
+        with Watching(len(plan.runs), finished, console) as display:
             run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
     except StopRequested:
         kept = len(plan.runs) - len(plan.missing(folder.store))

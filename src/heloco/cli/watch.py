@@ -12,15 +12,17 @@ from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
     from heloco.cli.mirror import Mirror
-    from heloco.report.reading import Run
+    from heloco.report.run_reader import Run
 
 
-def add_watch_flags(made: Parser) -> None:
-    made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served")
-    add_token_flags(made, "viewer")
-    made.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
-    made.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
-    made.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
+def add_watch_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served"
+    )
+    add_token_flags(parser, "viewer")
+    parser.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
+    parser.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
+    parser.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
 
 
 def watch(parsed: argparse.Namespace) -> int:
@@ -44,14 +46,14 @@ def here(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirr
 
 
 def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[], str]) -> int:
-    from heloco.report.reading import read_runs
+    from heloco.report.run_reader import read_runs
 
     runs = read_runs(folders)
     if parsed.text:
         return in_the_terminal(runs, lost)
-    from heloco.report import html, live
+    from heloco.report import live, page_writer
 
-    html.check_parts()
+    page_writer.check_parts()
     live.check_parts()
     if not parsed.port.isdecimal() or int(parsed.port) > 65535:
         raise UserError(f"port cannot be {parsed.port!r}: give a number from 0 to 65535.")
@@ -69,8 +71,8 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
     from heloco.report.terminal import Progress, tables
 
     console = Console()
-    shown = [Progress(run.summary, run.planned or run.summary.arrivals, console) for run in runs]
-    told = [0] * len(runs)
+    shown = [Progress(run.summary, run.facts, run.planned or run.summary.arrivals, console) for run in runs]
+    printed = [0] * len(runs)
 
     def look() -> bool:
         """Takes in what is new; whether a run is still going."""
@@ -78,9 +80,9 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
             run.refresh()
             progress.summary = run.summary
             if not console.is_terminal:
-                for line in run.progress_lines[told[i] :]:
-                    progress.tell(line)
-                told[i] = len(run.progress_lines)
+                for stage in run.stages[printed[i] :]:
+                    progress.print_line(stage)
+                printed[i] = len(run.stages)
         going = not all(run.is_whole for run in runs)
         if going and (why := lost()):
             raise RunStopped(why)

@@ -32,7 +32,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
         from heloco.task.images import ImagesTask
 
         return ImagesTask(seed=seed), config
-    from heloco.task.corpus import prepare, split
+    from heloco.corpus import prepare, split
     from heloco.task.hf import open_hf
     from heloco.task.language import LanguageTask
 

@@ -16,7 +16,7 @@ from heloco.errors import RunStopped, UserError
 from heloco.inner.second_moment import shared_memory
 from heloco.outer.kernels import name_for
 from heloco.run import RunConfig, RunFolder
-from heloco.run.tape import record
+from heloco.run.tape_writer import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores, Task, mean_scores
 

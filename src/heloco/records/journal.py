@@ -99,11 +99,11 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
 
     A last line without its end, as a kill leaves it, is left out. A damaged one is a `JournalDamaged`."""
     mark = first_mark(folder) if since is None else since
-    known = segments(folder)
-    if since is not None and known and not _reaches(folder, known, mark):
-        raise JournalDamaged(folder / _segment_name(mark.position), mark)
-    for index, (base, path) in enumerate(known):
-        following = known[index + 1][0] if index + 1 < len(known) else None
+    files = segments(folder)
+    if since is not None and files and not _reaches(folder, files, mark):
+        raise JournalDamaged(folder / segment_name(mark.position), mark)
+    for index, (base, path) in enumerate(files):
+        following = files[index + 1][0] if index + 1 < len(files) else None
         if following is not None and following <= mark.position:
             continue
         if base > mark.position:
@@ -114,11 +114,11 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
                 yield event, mark
 
 
-def _reaches(folder: Path, known: list[tuple[int, Path]], mark: Mark) -> bool:
+def _reaches(folder: Path, files: list[tuple[int, Path]], mark: Mark) -> bool:
     """Whether the journal has a line that ends at the mark with the mark's seal, or a segment that begins there."""
-    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in known):
+    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in files):
         return True
-    base, path = max((each for each in known if each[0] < mark.position), default=(0, folder / "missing"))
+    base, path = max((each for each in files if each[0] < mark.position), default=(0, folder / "missing"))
     if not path.is_file() or path.stat().st_size < mark.position - base:
         return False
     with path.open("rb") as file:
@@ -170,7 +170,8 @@ def _seal(before: str, body: bytes) -> str:
     return hashlib.blake2b(before.encode() + body, digest_size=6).hexdigest()
 
 
-def _segment_name(position: int) -> str:
+def segment_name(position: int) -> str:
+    """The file of the segment that begins at this byte."""
     return f"events-{position:015d}.jsonl"
 
 
@@ -239,11 +240,11 @@ class Journal:
 
     def _open_segment(self) -> None:
         """Cuts the journal off at its end, and goes on there."""
-        known = segments(self.folder)
-        for base, path in known:
+        files = segments(self.folder)
+        for base, path in files:
             if base >= self.end.position:
                 path.unlink()
-        before = [each for each in known if each[0] < self.end.position]
+        before = [each for each in files if each[0] < self.end.position]
         if not before or not _reaches(self.folder, before, self.end):
             if before:  # damaged, but before a checkpoint that has all that was acknowledged: kept aside
                 before[-1][1].rename(before[-1][1].with_suffix(".damaged"))
@@ -258,7 +259,7 @@ class Journal:
             make_durable(self._file, self._path)  # a later fsync reaches only the new segment
             os.close(self._file)
             self._file = -1
-        self._base, self._path = self.end.position, self.folder / _segment_name(self.end.position)
+        self._base, self._path = self.end.position, self.folder / segment_name(self.end.position)
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
         self._write_header()
         make_durable(self._folder_handle, self.folder)
@@ -365,8 +366,7 @@ class Journal:
         for number in contribution_numbers(self.folder):
             if number <= until.number:
                 self._remove(contribution_path(self.folder, number))
-        known = segments(self.folder)
-        for (_, path), (following, _) in itertools.pairwise(known):
+        for (_, path), (following, _) in itertools.pairwise(segments(self.folder)):
             if following <= until.position and self._bytes_kept > budget_bytes:
                 self._remove(path)
         return self._bytes_kept < before

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 from heloco.errors import UserError
-from heloco.report.curves import measures_of, time_label
+from heloco.records.evaluations import EvaluationRecord
+from heloco.report.charts.curves import measures_of, time_label
 from heloco.report.overview import marked
-from heloco.report.page import Cell, TableData
-from heloco.report.reading import Run
-from heloco.report.summary import Record
-from heloco.report.terminal import MEASURES
+from heloco.report.run_reader import Run
+from heloco.report.table_data import Cell, TableData
+from heloco.report.wording import MEASURES
 
 Budget = Literal["units", "time_s"]
 
@@ -17,7 +17,7 @@ Budget = Literal["units", "time_s"]
 def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float | None = None) -> list[TableData]:
     """A table per budget. Without one given: the smallest that all runs reached."""
     for run in runs:
-        if run.external:
+        if run.facts.is_external:
             raise UserError(
                 f"Nothing is evaluated in {run.path}, so there is nothing to compare: its data is with the machines. "
                 "`heloco report` shows the training losses that they reported."
@@ -29,32 +29,32 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
 
 def table_at(runs: Sequence[Run], budget: Budget, most: float | None = None) -> TableData:
     """Each run by its last evaluation within the budget: nothing is interpolated."""
-    reached = [run.evals[-1][budget] for run in runs]
+    reached = [getattr(run.evals[-1], budget) for run in runs]
     limit = min(reached) if most is None else most
-    unit = str(runs[0].meta["unit"]) if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
-    lines = [_last_within(run, budget, limit) for run in runs]
-    measures = [m for m in measures_of(runs) if any(line["mean"].get(m) is not None for line in lines)]
-    sources = list(dict.fromkeys(source for line in lines for source in line["scores"]))
+    unit = runs[0].facts.unit if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
+    records = [_last_within(run, budget, limit) for run in runs]
+    measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records)]
+    sources = list(dict.fromkeys(source for record in records for source in record.scores))
     header = ["run", "arrival", "at" if budget == "time_s" else unit]
-    columns = [[Cell(run.name) for run in runs], [Cell(f"{line['arrival']:,}") for line in lines]]
-    columns.append([Cell(f"{line[budget]:,.6g} s" if budget == "time_s" else f"{line[budget]:,}") for line in lines])
+    columns = [[Cell(run.name) for run in runs], [Cell(f"{record.arrival:,}") for record in records]]
+    columns.append([Cell(f"{record.time_s:,.6g} s" if budget == "time_s" else f"{record.units:,}") for record in records])
     for measure in measures:
         header.append(MEASURES.get(measure, measure))
-        columns.append(marked([line["mean"].get(measure) for line in lines], measure))
+        columns.append(marked([record.mean.get(measure) for record in records], measure))
     for source in sources if "loss" in measures else ():
         header.append(source)
-        columns.append(marked([line["scores"].get(source, {}).get("loss") for line in lines], "loss"))
+        columns.append(marked([record.scores.get(source, {}).get("loss") for record in records], "loss"))
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
     short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""
-    if budget == "time_s" and len({run.real for run in runs}) > 1:
+    if budget == "time_s" and len({run.facts.is_real for run in runs}) > 1:
         caption += " Virtual seconds are not real ones: what was simulated and what was not do not compare by time."
     return TableData(f"At {limit:,.10g} {unit}", header, [list(row) for row in zip(*columns, strict=True)], caption)
 
 
-def _last_within(run: Run, budget: Budget, limit: float) -> Record:
-    within = [line for line in run.evals if line[budget] <= limit]
+def _last_within(run: Run, budget: Budget, limit: float) -> EvaluationRecord:
+    within = [record for record in run.evals if getattr(record, budget) <= limit]
     if not within:
-        first = run.evals[0][budget]
+        first = getattr(run.evals[0], budget)
         raise UserError(f"{run.path} has no evaluation within {limit:g}: its first is at {first:g}. Give a larger budget.")
     return within[-1]

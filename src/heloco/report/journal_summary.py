@@ -26,8 +26,10 @@ class JournalTail:
         """Whether the journal is shorter than it was read: the run was taken up again, or returned to an earlier point."""
         if self._mark is None:
             return False
-        known = segments(self.folder)
-        return not known or known[-1][0] + known[-1][1].stat().st_size < self._mark.position
+        if not (files := segments(self.folder)):
+            return True
+        base, path = files[-1]
+        return base + path.stat().st_size < self._mark.position
 
     def more(self) -> Iterator[Event]:
         if not self.exists:

@@ -1,7 +1,7 @@
-"""The report of runs that are still going: the same page, served, and told of every change by server-sent events.
+"""The report of runs that are still going: the same page, served, with every change sent to it as a server-sent event.
 
-One task looks at the runs' files and tells all that are connected; a page that was away gets everything anew. Nothing but the
-page and its events is served, by default to this machine alone.
+One task looks at the runs' files and sends what is new to all that are connected; a page that was away gets everything again.
+Nothing but the page and its events is served, by default to this machine alone.
 """
 
 import asyncio
@@ -10,15 +10,16 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
-from heloco.report.html import as_json, page_data, render
+from heloco.records.run_files import CONFIG
 from heloco.report.own_names import OwnNames, is_loopback, names_of_this_machine
-from heloco.report.reading import CONFIG, Run, read_runs
+from heloco.report.page_data import page_data
+from heloco.report.page_writer import as_json, render_report, render_waiting
+from heloco.report.run_reader import Run, read_runs
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 LOOK_EVERY_S = 0.5
-SHARE_OF_TIME = 0.3  # at most, for making the page's data anew: a long run's take a while
+SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a while
 PARTS = ("starlette", "uvicorn")
 VERSION = re.compile("-?[0-9]{1,15}")
 
@@ -38,7 +39,7 @@ def check_parts() -> None:
 
 
 class Feed:
-    """The page's data, made anew when the runs' files have grown."""
+    """The page's data, made again when the runs' files have grown."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -72,8 +73,8 @@ class Feed:
         try:
             changed = [run.refresh() for run in self.runs]
         except UserError as error:
-            told = [*self.data["notes"], str(error)]
-            return None if str(error) in self.data["notes"] else {**self.data, "notes": told}
+            notes = [*self.data["notes"], str(error)]
+            return None if str(error) in self.data["notes"] else {**self.data, "notes": notes}
         return page_data(self.runs) if any(changed) else None
 
     async def events(self, seen: int) -> AsyncIterator[str]:
@@ -116,9 +117,9 @@ class Page:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         try:
             feed = await self._ready()
-            content = await asyncio.to_thread(render, {**feed.data, "version": feed.version}, live=True)
+            content = await asyncio.to_thread(render_report, {**feed.data, "version": feed.version}, live=True)
         except UserError as error:  # the run has only just begun, say
-            content = WAITING.format(reason=escape(str(error)))
+            content = render_waiting(str(error))
         except (OSError, MemoryError):
             return Response("There is no memory or no file left for the page at the moment: try again.", 503)
         return HTMLResponse(content, headers=headers)
@@ -134,12 +135,6 @@ class Page:
         if not VERSION.fullmatch(seen):
             return Response("seen must be a whole number: the version that the page has.", 400)
         return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-WAITING = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="2">'
-    "<title>HeLoCo</title><p>{reason}</p><p>This page looks again every two seconds.</p></html>"
-)
 
 
 def app_of_folder(folder: Path) -> "Starlette":
@@ -175,7 +170,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]) -> None:
-    """Serves until it is interrupted. `began` is told the page's address."""
+    """Serves until it is interrupted. `began` is called with the page's address."""
     check_parts()
     import uvicorn
 

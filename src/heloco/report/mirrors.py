@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heloco.errors import UserError, nearest
-from heloco.report.summary import CASES, Record
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import CASES, ArrivalRecord
 
 Numbers = dict[str, float]
 
@@ -27,27 +28,28 @@ class Mirroring:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
 
-    def arrived(self, line: Record) -> None:
-        if line["verdict"] == "refused":
+    def arrived(self, line: ArrivalRecord | dict[str, Any]) -> None:
+        record = ArrivalRecord.of(line)
+        if record.verdict == "refused":
             return
-        worker = line["worker"]
-        numbers = {
-            f"worker {worker}/training loss": line["loss"],
-            f"worker {worker}/staleness": line["staleness"],
-            "arrival/staleness": line["staleness"],
-            "arrival/weight": line["weight"],
-            "arrival/virtual time in s": line["time_s"],
-            "arrival/outer step": line["outer_step"],
+        numbers: dict[str, float | None] = {
+            f"worker {record.worker}/training loss": record.loss,
+            f"worker {record.worker}/staleness": record.staleness,
+            "arrival/staleness": record.staleness,
+            "arrival/weight": record.weight,
+            "arrival/virtual time in s": record.time_s,
+            "arrival/outer step": record.outer_step,
         }
-        cases = line.get("blocks", {}).get("case", "")
+        cases = record.blocks.case if record.blocks else ""
         numbers |= {f"correction/{name}": cases.count(letter) / len(cases) for letter, name in CASES.items() if cases}
-        self._log(numbers, line["arrival"])
+        self._log(numbers, record.arrival)
 
-    def evaluated(self, line: Record) -> None:
-        numbers = {f"validation/{measure}": value for measure, value in line["mean"].items()}
-        for source, scores in line["scores"].items():
+    def evaluated(self, line: EvaluationRecord | dict[str, Any]) -> None:
+        record = EvaluationRecord.of(line)
+        numbers = {f"validation/{measure}": value for measure, value in record.mean.items()}
+        for source, scores in record.scores.items():
             numbers |= {f"validation {measure}/{source}": value for measure, value in scores.items()}
-        self._log({**numbers, "validation/virtual time in s": line["time_s"]}, line["arrival"])
+        self._log({**numbers, "validation/virtual time in s": record.time_s}, record.arrival)
 
     def _log(self, numbers: dict[str, float | None], step: int) -> None:
         self.mirror.log({name: float(value) for name, value in numbers.items() if value is not None}, step)
@@ -56,7 +58,7 @@ class Mirroring:
 class TensorBoard:
     """Event files in the run's folder: `tensorboard --logdir RUN`."""
 
-    def __init__(self, folder: Path, config: Record) -> None:  # noqa: ARG002
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:  # noqa: ARG002
         from tensorboard.summary import Writer
 
         self._writer = Writer(str(folder / "tensorboard"))
@@ -72,7 +74,7 @@ class TensorBoard:
 class WandB:
     """Weights & Biases, in whatever mode its own settings say; files of its own in the run's folder."""
 
-    def __init__(self, folder: Path, config: Record) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         import wandb
 
         quiet = wandb.Settings(silent=True)
@@ -90,7 +92,7 @@ class WandB:
 class Trackio:
     """Trackio's database on this machine: `trackio show`."""
 
-    def __init__(self, folder: Path, config: Record) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         import trackio
 
         self._trackio: Any = trackio
@@ -103,7 +105,7 @@ class Trackio:
         self._trackio.finish()
 
 
-MIRRORS: dict[str, Callable[[Path, Record], Mirror]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+MIRRORS: dict[str, Callable[[Path, dict[str, Any]], Mirror]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
 
 
 def check_mirrors(names: Sequence[str]) -> None:
@@ -116,7 +118,7 @@ def check_mirrors(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def mirroring(names: Sequence[str], folder: Path, config: Record) -> Iterator[list[Any]]:
+def mirroring(names: Sequence[str], folder: Path, config: dict[str, Any]) -> Iterator[list[Any]]:
     """Observers for these mirrors, closed at the end whatever happens."""
     check_mirrors(names)
     with ExitStack() as stack:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from heloco.report.curves import measures_of, time_label
-from heloco.report.page import Cell, TableData
-from heloco.report.reading import Run
-from heloco.report.terminal import MEASURES, duration, number
+from heloco.report.charts.curves import measures_of, time_label
+from heloco.report.run_reader import Run
+from heloco.report.table_data import Cell, TableData
+from heloco.report.wording import MEASURES, duration, number
 
 LESS_IS_BETTER = {"accuracy": False}
 """Of every measure not named here."""
@@ -17,29 +17,29 @@ def runs_table(runs: Sequence[Run]) -> TableData:
     """Where each run stands; the best of each measure is marked if there are others."""
     measures = measures_of(runs)
     time = time_label(runs).removesuffix(" (s)")
-    header = ["run", "method", "paces (s)", "arrivals", time, runs[0].meta["unit"], "mean staleness"]
+    header = ["run", "method", "paces (s)", "arrivals", time, runs[0].facts.unit, "mean staleness"]
     rows = []
     for run in runs:
-        s, of = run.summary, f" of {run.planned:,}" if run.planned and run.planned != run.summary.arrivals else ""
+        s, planned = run.summary, f" of {run.planned:,}" if run.planned and run.planned != run.summary.arrivals else ""
         stale = sum(worker.staleness_sum for worker in s.workers) / s.arrivals if s.arrivals else None
-        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{of}", duration(s.time_s)]
+        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{planned}", duration(s.time_s)]
         rows.append([Cell(text) for text in (*facts, f"{s.units:,}", number(stale, 2))])
     for measure in measures:
-        last = [(run.evals[-1]["mean"] if run.evals else {}).get(measure) for run in runs]
+        last = [run.evals[-1].mean.get(measure) if run.evals else None for run in runs]
         for row, cell in zip(rows, marked(last, measure), strict=True):
             row.append(cell)
-    said = ["Scores are those of the last evaluation."] if measures else []
-    if any(run.real for run in runs):
-        said.append(
+    caption = ["Scores are those of the last evaluation."] if measures else []
+    if any(run.facts.is_real for run in runs):
+        caption.append(
             "Paces of real machines are measured: seconds per inner step from handing out to arrival, transfers included. Real "
             "time is the run's own, which stands still while its synchronizer is down."
         )
-    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, " ".join(said))
+    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, " ".join(caption))
 
 
 def _paces(run: Run) -> str:
-    if not run.real:
-        return paces_in_words(run.meta["paces"])
+    if not run.facts.is_real:
+        return paces_in_words(run.facts.paces)
     measured = [pace for worker in run.summary.workers if (pace := worker.measured_s) is not None]
     return paces_in_words([float(f"{pace:.2g}") for pace in measured]) if measured else "–"
 
@@ -47,24 +47,24 @@ def _paces(run: Run) -> str:
 def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
     """A measure of several runs, the best of them marked, and what looks the same; nothing where all do."""
     texts = [number(value, digits) for value in values]
-    there = [value for value in values if value is not None and math.isfinite(value)]
-    differ = len({number(value, digits) for value in there}) > 1
-    best = number((min if LESS_IS_BETTER.get(measure, True) else max)(there), digits) if differ else None
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    differ = len({number(value, digits) for value in finite}) > 1
+    best = number((min if LESS_IS_BETTER.get(measure, True) else max)(finite), digits) if differ else None
     return [Cell(text, tone="best" if text == best else "") for text in texts]
 
 
 def paces_in_words(paces: Sequence[float], most: int = 8) -> str:
-    said = [f"{pace:g}" for pace in paces]
-    return ", ".join(said) if len(said) <= most else f"{len(said)} from {min(paces):g} to {max(paces):g}"
+    texts = [f"{pace:g}" for pace in paces]
+    return ", ".join(texts) if len(texts) <= most else f"{len(texts)} from {min(paces):g} to {max(paces):g}"
 
 
 def settings_table(runs: Sequence[Run]) -> TableData:
     """The settings in which the runs differ; of a single run all of them."""
-    named = [{f"{section}.{name}": value for section, part in run.config.items() for name, value in part.items()} for run in runs]
-    names = list(dict.fromkeys(name for settings in named for name in settings))
-    differing = [name for name in names if any(settings.get(name) != named[0].get(name) for settings in named)]
+    columns = [{f"{section}.{name}": v for section, entries in run.config.items() for name, v in entries.items()} for run in runs]
+    names = list(dict.fromkeys(name for settings in columns for name in settings))
+    differing = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
     rows = [
-        [Cell(name), *(Cell(_shown(settings.get(name))) for settings in named)]
+        [Cell(name), *(Cell(_shown(settings.get(name))) for settings in columns)]
         for name in (names if len(runs) == 1 else differing)
     ]
     if len(runs) == 1:
@@ -83,21 +83,25 @@ def _shown(value: Any) -> str:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """What a reader must know before believing the charts."""
-    said = []
-    if len({run.real for run in runs}) > 1:
-        said.append(f"Simulated time is not real time: {', '.join(run.name for run in runs if run.real)} ran on real machines.")
+    sentences = []
+    if len({run.facts.is_real for run in runs}) > 1:
+        sentences.append(
+            f"Simulated time is not real time: {', '.join(run.name for run in runs if run.facts.is_real)} ran on real machines."
+        )
     for run in runs:
-        for name in run.cut:
-            said.append(f"{run.name}: {name} ends in the middle of a line, as a killed run leaves it. What is whole is shown.")
+        for name in run.cut_files:
+            sentences.append(
+                f"{run.name}: {name} ends in the middle of a line, as a killed run leaves it. What is whole is shown."
+            )
         if run.planned and run.summary.arrivals < run.planned:
-            said.append(f"{run.name} stands at arrival {run.summary.arrivals:,} of {run.planned:,}.")
-        if not run.evals and not run.external:
-            said.append(f"{run.name} has not been evaluated yet.")
-        if run.evals and any(value is None for value in run.evals[-1]["mean"].values()):
-            said.append(f"{run.name}: the last evaluation has no finite loss.")
+            sentences.append(f"{run.name} stands at arrival {run.summary.arrivals:,} of {run.planned:,}.")
+        if not run.evals and not run.facts.is_external:
+            sentences.append(f"{run.name} has not been evaluated yet.")
+        if run.evals and any(value is None for value in run.evals[-1].mean.values()):
+            sentences.append(f"{run.name}: the last evaluation has no finite loss.")
         if refused := run.summary.verdicts.get("refused"):
-            said.append(f"{run.name}: {refused:,} contributions were refused.")
+            sentences.append(f"{run.name}: {refused:,} contributions were refused.")
         if run.journal.is_paused and run.summary.arrivals < (run.planned or 0):
             pause = run.journal.pauses[-1]
-            said.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")
-    return said
+            sentences.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")
+    return sentences

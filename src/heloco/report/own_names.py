@@ -2,7 +2,8 @@
 
 A web page from elsewhere can let its own name point to 127.0.0.1 (DNS rebinding): the browser then
 sends its requests here and lets the page read the answers. They still carry the page's name in the
-Host header, so they can be told apart.
+Host header, so they can be told apart. (Starlette's TrustedHostMiddleware knows no IPv6 addresses,
+and would need every address of this machine by name.)
 """
 
 import ipaddress

@@ -1,14 +1,15 @@
-"""From a tape to the numbers a person asks for first. Reads plain records: no torch, no engine."""
+"""From a tape to the numbers a person asks for first."""
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
-CASES = {"k": "kept", "d": "damped", "t": "turned", "s": "skipped"}
-EXTERNAL = "external"
-"""The digest of a task that only the machines know."""
-Record = dict[str, Any]
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.lines import read_records
+from heloco.records.run_facts import RunFacts
+from heloco.records.run_files import EVALS, TAPE
+from heloco.records.tape import CASES, ArrivalRecord
 
 
 @dataclass(kw_only=True)
@@ -22,10 +23,10 @@ class Contributions:
     took_s: float = 0.0
     """From handing out to arrival, of all rounds together; real runs only."""
 
-    def took_part(self, line: Record) -> None:
+    def count(self, record: ArrivalRecord) -> None:
         self.arrivals += 1
-        self.inner_steps += line["inner_steps"]
-        self.staleness_sum += line["staleness"]
+        self.inner_steps += record.inner_steps
+        self.staleness_sum += record.staleness
 
     @property
     def mean_staleness(self) -> float:
@@ -39,6 +40,8 @@ class Contributions:
 
 @dataclass
 class WorkerSummary(Contributions):
+    """All that came from one worker."""
+
     pace_s: float
     """As the config says; what real machines need is measured."""
     max_staleness: int = 0
@@ -68,9 +71,14 @@ def name_of(machine: str) -> str:
 class RunSummary:
     """Adds up a run line by line, so that a display can show it at any moment; memory does not grow with the run."""
 
-    meta: Record
+    paces: list[float]
+    """Of each worker, as the config says."""
+    is_real: bool = False
+    """Whether the tape has the time of real machines, not that of a simulation."""
+    is_external: bool = False
+    """Whether model and data are the machines' own: then nothing is evaluated."""
     window: int = 0
-    """Over so many arrivals it is counted which machines take part."""
+    """The number of last arrivals over which it is counted which machines participate."""
     workers: list[WorkerSummary] = field(init=False)
     arrivals: int = 0
     outer_step: int = 0
@@ -79,61 +87,55 @@ class RunSummary:
     inner_steps: int = 0
     cases: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CASES.values(), 0))
     verdicts: dict[str, int] = field(default_factory=dict)
-    first_eval: Record | None = None
-    last_eval: Record | None = None
+    first_eval: EvaluationRecord | None = None
+    last_eval: EvaluationRecord | None = None
     machines: dict[str, MachineSummary] = field(default_factory=dict)
     """By their ids; none in a simulation."""
     recent: deque[str] = field(init=False)
     """The machines of the last arrivals."""
 
     def __post_init__(self) -> None:
-        self.workers = [WorkerSummary(pace) for pace in self.meta["paces"]]
+        self.workers = [WorkerSummary(pace) for pace in self.paces]
         self.recent = deque(maxlen=self.window)
+
+    @classmethod
+    def of(cls, facts: RunFacts, window: int = 0) -> "RunSummary":
+        """The summary of a run that has not begun."""
+        return cls(facts.paces, facts.is_real, facts.is_external, window)
 
     @property
     def clock(self) -> str:
-        """Which time the tape has: that of a simulation, or that of real machines."""
-        return str(self.meta.get("clock", "virtual"))
+        return "real" if self.is_real else "virtual"
 
-    @property
-    def real(self) -> bool:
-        return self.clock == "real"
-
-    @property
-    def external(self) -> bool:
-        """Whether model and data are the machines' own: then nothing is evaluated."""
-        return self.meta.get("task_digest") == EXTERNAL
-
-    def arrived(self, line: Record) -> None:
-        worker = self.workers[line["worker"]]
-        self.time_s = line["time_s"]
-        self.outer_step = line["outer_step"]
-        self.verdicts[line["verdict"]] = self.verdicts.get(line["verdict"], 0) + 1
-        if line["verdict"] == "refused":
-            self.refused(line["worker"], line.get("machine"))
+    def arrived(self, record: ArrivalRecord) -> None:
+        worker = self.workers[record.worker]
+        self.time_s = record.time_s
+        self.outer_step = record.outer_step
+        self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
+        if record.verdict == "refused":
+            self.refused(record.worker, record.machine)
             return
-        self.arrivals = line["arrival"]
-        self.units += line["units"]
-        self.inner_steps += line["inner_steps"]
-        worker.took_part(line)
-        worker.max_staleness = max(worker.max_staleness, line["staleness"])
-        worker.last_staleness = line["staleness"]
-        worker.loss, worker.shard = line["loss"], line["shard"]
-        blocks = line.get("blocks")
-        if blocks and line["verdict"] == "applied":
-            worker.movement += sum(m * m for m in blocks.get("movement", ())) ** 0.5
+        self.arrivals = record.arrival
+        self.units += record.units
+        self.inner_steps += record.inner_steps
+        worker.count(record)
+        worker.max_staleness = max(worker.max_staleness, record.staleness)
+        worker.last_staleness = record.staleness
+        worker.loss, worker.shard = record.loss, record.shard
+        if record.blocks is not None and record.verdict == "applied":
+            worker.movement += sum(m * m for m in record.blocks.movement if m is not None) ** 0.5
             for letter, name in CASES.items():
-                self.cases[name] += blocks["case"].count(letter)
-        if self.real:
-            self._contributed(worker, line)
+                self.cases[name] += record.blocks.case.count(letter)
+        if self.is_real:
+            self._contributed(worker, record)
 
-    def _contributed(self, worker: WorkerSummary, line: Record) -> None:
-        machine = self.machine(line["machine"])
-        machine.took_part(line)
-        for part in (worker, machine):
-            part.took_s += line["time_s"] - line["start_s"]
-        machine.workers.add(line["worker"])
-        machine.last_arrival, machine.last_s = line["arrival"], line["time_s"]
+    def _contributed(self, worker: WorkerSummary, record: ArrivalRecord) -> None:
+        machine = self.machine(record.machine)
+        machine.count(record)
+        for contributions in (worker, machine):
+            contributions.took_s += record.time_s - record.start_s
+        machine.workers.add(record.worker)
+        machine.last_arrival, machine.last_s = record.arrival, record.time_s
         self.recent.append(machine.id)
 
     def machine(self, id: str) -> MachineSummary:
@@ -144,21 +146,21 @@ class RunSummary:
         name = name_of(machine)
         return machine if sum(name_of(other) == name for other in self.machines) > 1 else name
 
-    def refused(self, worker: int, machine: str | None) -> None:
+    def refused(self, worker: int, machine: str) -> None:
         self.workers[worker].refused += 1
-        if machine is not None:
+        if machine:
             self.machine(machine).refused += 1
 
-    def evaluated(self, line: Record) -> None:
-        self.first_eval = self.first_eval or line
-        self.last_eval = line
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self.first_eval = self.first_eval or record
+        self.last_eval = record
 
     def pace_s(self, worker: WorkerSummary) -> float | None:
         """Seconds per inner step: a simulation's are given, those of real machines are measured."""
-        return worker.measured_s if self.real else worker.pace_s
+        return worker.measured_s if self.is_real else worker.pace_s
 
-    def share(self, of: Contributions) -> float:
-        return of.arrivals / self.arrivals if self.arrivals else 0.0
+    def share(self, contributions: Contributions) -> float:
+        return contributions.arrivals / self.arrivals if self.arrivals else 0.0
 
     def recent_share(self, machine: MachineSummary) -> float:
         """Of the last arrivals."""
@@ -169,10 +171,16 @@ class RunSummary:
         return worker.movement / total if total else 0.0
 
 
-def summarize(meta: Record, tape: Iterable[Record], evals: Iterable[Record]) -> RunSummary:
-    summary = RunSummary(meta)
-    for line in tape:
-        summary.arrived(line)
-    for line in evals:
-        summary.evaluated(line)
+def summarize(summary: RunSummary, tape: Iterable[ArrivalRecord], evaluations: Iterable[EvaluationRecord] = ()) -> RunSummary:
+    """Adds a tape and evaluations to a summary."""
+    for arrival in tape:
+        summary.arrived(arrival)
+    for evaluation in evaluations:
+        summary.evaluated(evaluation)
     return summary
+
+
+def read_summary(folder: Path, facts: RunFacts) -> RunSummary:
+    """The summary of the run in a folder, read line by line: memory does not grow with the run."""
+    tape, evaluations = read_records(folder / TAPE, ArrivalRecord), read_records(folder / EVALS, EvaluationRecord)
+    return summarize(RunSummary.of(facts), tape, evaluations)

@@ -12,62 +12,58 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from heloco.report.summary import Record, RunSummary, WorkerSummary
-
-MEASURES = {"loss": "loss", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def duration(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d}"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
-
+from heloco.records.evaluations import EvaluationRecord, Measures
+from heloco.records.run_facts import RunFacts
+from heloco.records.tape import ArrivalRecord
+from heloco.report.run_reader import Milestone
+from heloco.report.summary import RunSummary, WorkerSummary
+from heloco.report.wording import MEASURES, duration, number
 
 NOTHING_EVALUATED = "Nothing is evaluated in such a run: the data is with the machines."
 MEASURED = "pace: seconds per inner step as measured, from handing out to arrival"
 
 
 def pace(summary: RunSummary, worker: WorkerSummary) -> str:
-    found = summary.pace_s(worker)
-    return "–" if found is None else f"{found:.3g} s" if summary.real else f"{found:g} s"
+    pace_s = summary.pace_s(worker)
+    return "–" if pace_s is None else f"{pace_s:.3g} s" if summary.is_real else f"{pace_s:g} s"
 
 
 class Progress:
     """Looks on at a run. On a terminal it redraws one panel; elsewhere it prints a line per evaluation."""
 
-    def __init__(self, summary: RunSummary, arrivals: int, console: Console) -> None:
-        self.summary = summary
+    def __init__(self, summary: RunSummary, facts: RunFacts, arrivals: int, console: Console) -> None:
+        self.summary, self.facts = summary, facts
         self.arrivals = arrivals
         self.console = console
         self.live: Live | None = None
         self._began = time.monotonic()
         self._begun_at = summary.arrivals
 
-    def arrived(self, line: Record) -> None:
-        self.summary.arrived(line)
-        if line["verdict"] == "refused":
-            self.console.print(f"[yellow]worker {line['worker']}'s contribution was refused: {line['reason']}[/]")
+    def arrived(self, line: ArrivalRecord | dict[str, Any]) -> None:
+        record = ArrivalRecord.of(line)
+        self.summary.arrived(record)
+        if record.verdict == "refused":
+            self.console.print(f"[yellow]worker {record.worker}'s contribution was refused: {record.reason}[/]")
         if self.live:
             self.live.update(self.panel())
 
-    def evaluated(self, line: Record) -> None:
-        self.summary.evaluated(line)
+    def evaluated(self, line: EvaluationRecord | dict[str, Any]) -> None:
+        record = EvaluationRecord.of(line)
+        self.summary.evaluated(record)
         if self.live:
             self.live.update(self.panel())
         else:
-            self.tell(line)
+            self.print_line(record)
 
-    def tell(self, line: Record) -> None:
+    def print_line(self, stage: EvaluationRecord | Milestone) -> None:
         """An evaluation in one line; where nothing is evaluated, what the machines say of their losses."""
-        loss = f"validation loss {number(line['mean'].get('loss'))}" if "mean" in line else _training(line["training_loss"])
+        if isinstance(stage, EvaluationRecord):
+            loss = f"validation loss {number(stage.mean.get('loss'))}"
+        else:
+            loss = f"training loss {'not reported' if stage.training_loss is None else number(stage.training_loss)}"
         self.console.print(
-            f"arrival {line['arrival']:>6}/{self.arrivals}  {self.summary.clock} {duration(line['time_s'])}  "
-            f"{line['units']:,} {self.summary.meta['unit']}  mean {loss}"
+            f"arrival {stage.arrival:>6}/{self.arrivals}  {self.summary.clock} {duration(stage.time_s)}  "
+            f"{stage.units:,} {self.facts.unit}  mean {loss}"
         )
 
     def panel(self) -> RenderableType:
@@ -79,7 +75,7 @@ class Progress:
         facts.add_row(
             f"outer step [b]{s.outer_step}[/]",
             f"{s.clock} time [b]{duration(s.time_s)}[/]",
-            f"{s.meta['unit']} [b]{s.units:,}[/]",
+            f"{self.facts.unit} [b]{s.units:,}[/]",
             _loss(s),
         )
         table = Table(box=None, padding=(0, 2), header_style="dim")
@@ -89,7 +85,7 @@ class Progress:
             table.add_row(
                 str(i),
                 pace(s, w),
-                "–" if w.shard is None else s.meta["shards"][w.shard]["name"],
+                "–" if w.shard is None else self.facts.shards[w.shard].name,
                 str(w.arrivals),
                 "–" if w.last_staleness is None else str(w.last_staleness),
                 f"{w.mean_staleness:.1f}",
@@ -100,18 +96,14 @@ class Progress:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(ProgressBar(self.arrivals, s.arrivals), f"{s.arrivals}/{self.arrivals} arrivals · {times}")
-        return Panel(Group(bar, facts, Text(), table), title=f"[b]{s.meta['method']}[/]", title_align="left")
+        return Panel(Group(bar, facts, Text(), table), title=f"[b]{self.facts.method}[/]", title_align="left")
 
 
 def _loss(summary: RunSummary) -> str:
-    if summary.external:
+    if summary.is_external:
         last = [worker.loss for worker in summary.workers if worker.loss is not None]
         return f"training loss [b]{number(sum(last) / len(last) if last else None)}[/] (nothing is evaluated)"
-    return f"validation loss [b]{number((summary.last_eval or {}).get('mean', {}).get('loss'))}[/]"
-
-
-def _training(loss: float | None) -> str:
-    return f"training loss {number(loss)}" if loss is not None else "training loss not reported"
+    return f"validation loss [b]{number(summary.last_eval.mean.get('loss') if summary.last_eval else None)}[/]"
 
 
 @contextmanager
@@ -128,8 +120,9 @@ def showing(progress: Progress) -> Iterator[Progress]:
 def tables(summary: RunSummary) -> Iterator[RenderableType]:
     """What a finished run shows: losses, workers, what the correction did."""
     if summary.last_eval:
-        yield scores_table(summary.first_eval or summary.last_eval, summary.last_eval)
-    if summary.external:
+        first, last = summary.first_eval or summary.last_eval, summary.last_eval
+        yield scores_table(last.mean, last.scores, (first.mean, first.scores))
+    if summary.is_external:
         yield Text(NOTHING_EVALUATED)
     yield workers_table(summary)
     if summary.machines:
@@ -138,30 +131,31 @@ def tables(summary: RunSummary) -> Iterator[RenderableType]:
         yield cases_table(summary)
 
 
-def scores_table(first: Record | None, last: Record) -> Table:
-    """Each measure at the end, beside the start where there is one."""
-    names = list(last["scores"])
-    measures = [m for m in MEASURES if m in last["mean"]]
+Scores = dict[str, Measures]
+
+
+def scores_table(mean: Measures, scores: Scores, start: tuple[Measures, Scores] | None = None) -> Table:
+    """Each measure at the end, next to the start where there is one."""
+    measures = [m for m in MEASURES if m in mean]
     table = Table(title="Validation", title_justify="left")
     table.add_column("")
     for measure in measures:
-        if first is not None:
+        if start is not None:
             table.add_column(f"{MEASURES[measure]}, start", justify="right", style="dim")
-        table.add_column(MEASURES[measure] if first is None else "end", justify="right", style="bold")
+        table.add_column(MEASURES[measure] if start is None else "end", justify="right", style="bold")
 
-    def cells(of: str | None) -> list[str]:
-        pick = [(line["mean"] if of is None else line["scores"].get(of, {})) for line in (first, last) if line]
-        return [number(score.get(measure)) for measure in measures for score in pick]
+    def cells(*stages: Measures) -> list[str]:
+        return [number(stage.get(measure)) for measure in measures for stage in stages]
 
-    for name in names:
-        table.add_row(name, *cells(name))
+    for name in scores:
+        table.add_row(name, *cells(*([start[1].get(name, {})] if start else []), scores[name]))
     table.add_section()
-    table.add_row("mean", *cells(None))
+    table.add_row("mean", *cells(*([start[0]] if start else []), mean))
     return table
 
 
 def workers_table(summary: RunSummary) -> Table:
-    table = Table(title="Workers", title_justify="left", caption=MEASURED if summary.real else None, caption_justify="left")
+    table = Table(title="Workers", title_justify="left", caption=MEASURED if summary.is_real else None, caption_justify="left")
     for name in ("worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"):
         table.add_column(name, justify="left" if name == "worker" else "right")
     refused = any(w.refused for w in summary.workers)

@@ -4,16 +4,16 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
+from heloco.corpus.tokenizer_export import write_tokenizer
 from heloco.disk import disk_errors
 from heloco.errors import UserError
+from heloco.records.run_facts import RunFacts
 from heloco.run.config import gpt_config
 from heloco.run.folder import RunFolder
-from heloco.task.corpus.portable import write_tokenizer
 from heloco.task.gpt2_form import as_gpt2
 from heloco.task.hf import open_hf, save, transformers
 
@@ -23,9 +23,9 @@ FORMATS = ("safetensors", "hf")
 def export_model(folder: RunFolder, out: Path) -> int:
     """Writes the newest checkpoint's outer parameters and buffers; returns the number of parameters. Needs no data."""
     state, tensors = folder.load_model()
-    meta = folder.meta()
-    named, count = _named(meta, tensors)
-    for name in meta.get("passing_buffers", ()):  # a state_dict does not hold these
+    facts = folder.facts()
+    named, count = _name_tensors(facts, tensors)
+    for name in facts.passing_buffers:  # a state_dict does not hold these
         del named[name]
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'model.safetensors'}.")
@@ -33,19 +33,19 @@ def export_model(folder: RunFolder, out: Path) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = out.with_name(f".{out.name}.partial")
         try:
-            save_file(named, temporary, metadata={"format": "pt", "method": meta["method"], "arrival": str(state["arrival"])})
+            save_file(named, temporary, metadata={"format": "pt", "method": facts.method, "arrival": str(state["arrival"])})
             temporary.replace(out)
         finally:
             temporary.unlink(missing_ok=True)
     return count
 
 
-def _named(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+def _name_tensors(facts: RunFacts, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A checkpoint's outer parameters and buffers by the model's names for them, and the number of parameters."""
-    named = {block["name"]: tensors[f"parameter.{i}"] for i, block in enumerate(meta["blocks"])}
+    named = {block.name: tensors[f"parameter.{i}"] for i, block in enumerate(facts.blocks)}
     count = sum(t.numel() for t in named.values())
-    named |= {alias: named[name].clone() for alias, name in meta["tied"].items()}
-    named |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(meta["buffers"])}
+    named |= {alias: named[name].clone() for alias, name in facts.tied.items()}
+    named |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(facts.buffers)}
     return named, count
 
 
@@ -57,7 +57,7 @@ def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
         raise UserError("The run's model classifies images, for which there is no Hugging Face form: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no empty folder: choose another --out.")
-    named, count = _named(folder.meta(), folder.load_model()[1])
+    named, count = _name_tensors(folder.facts(), folder.load_model()[1])
     hf = open_hf(config.model.hf) if config.model.hf else None
     transformers()  # says so where it is missing, before anything is written
     place = out.resolve()

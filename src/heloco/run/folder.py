@@ -1,54 +1,47 @@
-"""A run's folder.
-
-config.toml           the effective config, enough to run it again
-run.json              what the tape's numbers refer to: blocks, shards, unit, digests, versions
-tape.jsonl            one line per arrival
-evals.jsonl           one line per evaluation
-checkpoints/          the newest two, each whole
-"""
+"""A run's folder, as the process that runs it sees it: `records.run_files` says what is in it."""
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.lines import Lines
+from heloco.records.run_facts import RunFacts, read_facts
+from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
+from heloco.records.tape import ArrivalRecord
 from heloco.run import checkpoint
 from heloco.run.config import RunConfig, read_toml, resolve, to_toml, with_fields
-from heloco.run.lines import Lines
-
-CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
-META_TYPES: dict[str, type] = {
-    "threads": int, "method": str, "paces": list, "unit": str, "task_digest": str, "config_digest": str, "shards": list,
-    "blocks": list, "buffers": list, "tied": dict,
-}  # fmt: skip
 
 
-def going_on(path: Path) -> str:
+def resume_command(path: Path) -> str:
     """The command that goes on with the run there: a real one is served."""
     try:
-        real = json.loads((path / META).read_text()).get("clock") == "real"
-    except (OSError, ValueError):
-        real = False
-    return f"heloco {'serve' if real else 'resume'} {path}"
+        is_real = read_facts(path / META).is_real
+    except UserError:
+        is_real = False
+    return f"heloco {'serve' if is_real else 'resume'} {path}"
 
 
 class RunFolder:
+    """The folder of a run, for making it, finding it, and writing into it from one process at a time."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tape: Lines | None = None
-        self.evals: Lines | None = None
+        self.tape: Lines[ArrivalRecord] | None = None
+        self.evals: Lines[EvaluationRecord] | None = None
         self._lock: int | None = None
 
     @property
     def remedy(self) -> str:
-        return f"`{going_on(self.path)}` goes on from the last checkpoint."
+        return f"`{resume_command(self.path)}` goes on from the last checkpoint."
 
     # ---- making and finding
 
@@ -58,10 +51,10 @@ class RunFolder:
         folder = cls(path)
         with disk_errors(path, "start the run again."):
             path.mkdir(parents=True, exist_ok=True)
-            with folder._taken():
+            with folder._locked():
                 cls.check_free(path, among)
                 try:
-                    write_atomically(path / META, json.dumps(meta, indent=1).encode())
+                    write_atomically(path / META, msgspec.convert(meta, RunFacts).to_json())
                     write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
                 except OSError:
                     (path / META).unlink(missing_ok=True)
@@ -71,7 +64,7 @@ class RunFolder:
     @staticmethod
     def check_free(path: Path, among: tuple[str, ...] = ()) -> None:
         if (path / CONFIG).is_file():
-            raise UserError(f"The run folder {path} exists: choose another --out, or `{going_on(path)}` to go on with it.")
+            raise UserError(f"The run folder {path} exists: choose another --out, or `{resume_command(path)}` to go on with it.")
         if path.exists() and (not path.is_dir() or any(each.name not in among for each in path.iterdir())):
             raise UserError(f"{path} exists and is no empty folder: choose another --out.")
 
@@ -86,36 +79,31 @@ class RunFolder:
     def config(self) -> RunConfig:
         return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG)))
 
+    def facts(self) -> RunFacts:
+        """What run.json says."""
+        return read_facts(self.path / META)
+
     def meta(self) -> dict[str, Any]:
-        path = self.path / META
-        try:
-            meta: dict[str, Any] = json.loads(path.read_text())
-            entries = dict(meta)
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path} cannot be read ({error}): restore it, or start the run again.") from error
-        for name, kind in META_TYPES.items():
-            if name not in entries:
-                raise UserError(f"{path} was edited: {name} is missing. Restore it, or start the run again.")
-            if type(entries[name]) is not kind or (name == "threads" and entries[name] < 1):
-                raise UserError(f"{path} was edited: {name} cannot be {entries[name]!r}. Restore it, or start the run again.")
-        return meta
+        """The same as plain JSON."""
+        entries: dict[str, Any] = msgspec.to_builtins(self.facts())
+        return entries
 
     # ---- writing
 
     def take(self) -> None:
         """Takes the folder for this process, until `close`."""
-        with self._taken():
+        with self._locked():
             pass
 
     def start_writing(self, tape_bytes: int, evals_bytes: int, *, accept_shorter: bool = False) -> None:
         """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands.
 
         `accept_shorter`: what they have lost cannot be had again, and the run goes on without it."""
-        with self._taken(), disk_errors(self.path, self.remedy):
+        with self._locked(), disk_errors(self.path, self.remedy):
             if (short := self.shorter_than(tape_bytes, evals_bytes)) and not accept_shorter:
                 raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
-            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes))
-            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes))
+            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes), ArrivalRecord)
+            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes), EvaluationRecord)
 
     def shorter_than(self, tape_bytes: int, evals_bytes: int) -> Path | None:
         """The tape or the evaluations, where they do not have a whole line up to this byte."""
@@ -131,7 +119,7 @@ class RunFolder:
         return None
 
     @contextmanager
-    def _taken(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         """Locks the folder for this process, until `close` or until something goes wrong inside."""
         if self._lock is None:
             self._lock = os.open(self.path, os.O_RDONLY)
@@ -145,12 +133,12 @@ class RunFolder:
             self.close()
             raise
 
-    def write_arrival(self, record: dict[str, Any]) -> None:
+    def write_arrival(self, record: ArrivalRecord | dict[str, Any]) -> None:
         assert self.tape is not None
         with disk_errors(self.path / TAPE, self.remedy):
             self.tape.append(record)
 
-    def write_eval(self, record: dict[str, Any]) -> None:
+    def write_eval(self, record: EvaluationRecord | dict[str, Any]) -> None:
         assert self.evals is not None
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
@@ -180,7 +168,7 @@ class RunFolder:
         """The newest checkpoint of a run that must have one."""
         loaded = self.load_latest()
         if loaded is None:
-            raise UserError(f"{self.path} has no checkpoint yet: `{going_on(self.path)}` starts it.")
+            raise UserError(f"{self.path} has no checkpoint yet: `{resume_command(self.path)}` starts it.")
         return loaded
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from heloco.report.page import Cell, TableData, Tone
+from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.grid import row_time
 from heloco.study.results import Results, Stat, plain, stat
 from heloco.study.spec import PAPERS_NAME, Study, TableSpec
@@ -46,7 +46,7 @@ class Budget:
     def order(self, row: str, variant: str) -> list[str]:
         """The methods from the lowest loss to the highest; those that diverged last."""
         means = {method: stat(self.losses(row, method)) for method in (variant, *self.against)}
-        return sorted(means, key=lambda method: found.mean if (found := means[method]) else float("inf"))
+        return sorted(means, key=lambda method: loss.mean if (loss := means[method]) else float("inf"))
 
     def papers_order(self, row: str, variant: str) -> list[str]:
         losses = {m: self.results.study.paper_number(row, "loss", m) for m in (variant, *self.against)}
@@ -81,11 +81,11 @@ def _fixed_tokens(budget: Budget, spec: TableSpec, variant: str) -> TableData:
 
     def line(row: str | None) -> list[Cell]:
         losses = {m: stat(budget.mean_losses(m) if row is None else budget.losses(row, m)) for m in methods}
-        ranked = sorted(found.mean for found in losses.values() if found)
+        ranked = sorted(loss.mean for loss in losses.values() if loss)
         cells = [Cell(row or f"mean of {len(budget.rows)} rows")]
-        for method, found in losses.items():
-            tone: Tone = "" if not found or len(ranked) < 2 else _rank(found.mean, ranked)
-            cells.append(_beside(found, _paper_mean(budget, row, method), 3, tone))
+        for method, loss in losses.items():
+            tone: Tone = "" if not loss or len(ranked) < 2 else _rank(loss.mean, ranked)
+            cells.append(_cell_with_paper(loss, _paper_mean(budget, row, method), 3, tone))
         for other in budget.against:
             cells.append(_gain_cell(budget, row, variant, other, "gain"))
         return cells
@@ -104,15 +104,14 @@ def _fixed_time(budget: Budget, spec: TableSpec, variant: str) -> TableData:
     waiting = [method for method in budget.against if results.waits(method)]
 
     def line(row: str) -> list[Cell]:
-        losses = [_beside(stat(budget.losses(row, other, at_time=True)), None, 3) for other in waiting]
+        losses = [_cell_with_paper(stat(budget.losses(row, other, at_time=True)), None, 3) for other in waiting]
         gains = [_gain_cell(budget, row, variant, other, "time_gain") for other in budget.against]
         return [Cell(row), _time_cell(study, row, budget.times_s[row]), *losses, *gains]
 
     header = ["paces", "T s", *(f"L {m} at T" for m in waiting), *(f"TΔ {m} %" for m in budget.against)]
-    said = times_sentence(study, budget.rows)
     caption = (
         f"{spec.caption} T: virtual time when the asynchronous runs end. L X at T: X's loss then, a barrier's after its last "
-        f"round finished by T. TΔ X: by how much {variant}'s loss is below it. {said} "
+        f"round finished by T. TΔ X: by how much {variant}'s loss is below it. {times_sentence(study, budget.rows)} "
         f"{results.note_on_seeds()}{_caution(results)}"
     ).strip()
     return TableData(f"{spec.title}, fixed time: {variant}", header, [line(row) for row in budget.rows], caption)
@@ -122,29 +121,28 @@ def _rank(mean: float, ranked: Sequence[float]) -> Tone:
     return "best" if mean == ranked[0] else "worst" if mean == ranked[-1] else ""
 
 
-def _beside(found: Stat | None, paper: float | None, digits: int, tone: Tone = "") -> Cell:
+def _cell_with_paper(loss: Stat | None, paper: float | None, digits: int, tone: Tone = "") -> Cell:
     note = "" if paper is None else f"paper {paper:.2f}"
-    return Cell("diverged" if found is None else found.text(digits), note, tone)
+    return Cell("diverged" if loss is None else loss.text(digits), note, tone)
 
 
 def _paper_mean(budget: Budget, row: str | None, method: str) -> float | None:
     """The paper's loss of a row, or (None) its mean over the rows shown."""
     rows = budget.rows if row is None else [row]
     losses = [budget.results.study.paper_number(each, "loss", method) for each in rows]
-    there = [loss for loss in losses if loss is not None]
-    return fmean(there) if len(there) == len(losses) else None
+    return None if None in losses else fmean(loss for loss in losses if loss is not None)
 
 
 def _gain_cell(budget: Budget, row: str | None, variant: str, other: str, kind: str) -> Cell:
-    found = budget.gain(row, variant, other, at_time=kind == "time_gain")
+    gain = budget.gain(row, variant, other, at_time=kind == "time_gain")
     if row is None:
         paper = percent(_paper_mean(budget, None, variant), _paper_mean(budget, None, other))
     else:
         paper = budget.results.study.paper_number(row, kind, other)
     note = "" if paper is None else f"paper {paper:+.2f}"
-    if found is None:
+    if gain is None:
         return Cell("–", note)
-    return Cell(found.text(2, "+"), note, "good" if found.mean > 0 else "bad")
+    return Cell(gain.text(2, "+"), note, "good" if gain.mean > 0 else "bad")
 
 
 def _time_cell(study: Study, row: str, time_s: float) -> Cell:
@@ -159,9 +157,9 @@ def _time_cell(study: Study, row: str, time_s: float) -> Cell:
 
 def times_sentence(study: Study, rows: Sequence[str]) -> str:
     """How many of the paper's times come out exactly, at the paper's own setting."""
-    told = {row: paper for row in rows if (paper := study.paper_number(row, "time_s")) is not None}
-    exact = sum(row_time(study, "paper", row) == paper for row, paper in told.items())
-    return f"At the paper's setting T equals the paper's exactly in {exact} of {len(told)} rows." if told else ""
+    times = {row: paper for row in rows if (paper := study.paper_number(row, "time_s")) is not None}
+    exact = sum(row_time(study, "paper", row) == paper for row, paper in times.items())
+    return f"At the paper's setting T equals the paper's exactly in {exact} of {len(times)} rows." if times else ""
 
 
 def _caution(results: Results) -> str:
@@ -200,8 +198,8 @@ def budget_summary(results: Results, spec: TableSpec) -> dict[str, Any]:
 
     def gains(row: str | None, at_time: bool) -> dict[str, Any]:
         pairs = [(variant, other) for variant in budget.variants for other in budget.against]
-        found = {pair: plain(budget.gain(row, *pair, at_time=at_time)) for pair in pairs}
-        return {variant: {other: found[variant, other] for other in budget.against} for variant in budget.variants}
+        gain_of = {pair: plain(budget.gain(row, *pair, at_time=at_time)) for pair in pairs}
+        return {variant: {other: gain_of[variant, other] for other in budget.against} for variant in budget.variants}
 
     rows = {}
     for row in budget.rows:

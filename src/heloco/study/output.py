@@ -16,14 +16,15 @@ from typing import Any
 
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
-from heloco.report.figures import available, draw
-from heloco.report.page import TableData, Text, write_page
-from heloco.report.tables import as_csv, as_markdown
+from heloco.report.charts.drawing import available, draw
+from heloco.report.page_writer import Text, render_study
+from heloco.report.table_data import TableData
+from heloco.report.table_text import as_csv, as_markdown
 from heloco.study.budget import budget_summary, losses_at_row_times
-from heloco.study.curves import figures_of
+from heloco.study.kept_runs import RunStore
 from heloco.study.plan import Plan
-from heloco.study.records import RunStore
 from heloco.study.results import Results
+from heloco.study.study_figures import figures_of
 from heloco.study.tables import tables_of
 
 MANIFEST, PAGE = "study.json", "index.html"
@@ -31,7 +32,7 @@ MANIFEST, PAGE = "study.json", "index.html"
 
 @dataclass(frozen=True)
 class Folder:
-    """The results of one study under `out`; its runs lie beside it, in `out/runs`."""
+    """The results of one study under `out`; its runs are next to it, in `out/runs`."""
 
     out: Path
     study: str
@@ -61,25 +62,27 @@ class Folder:
     def manifest(self) -> dict[str, Any]:
         path = self.path / MANIFEST
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if found["study"] != self.study or not {"scale", "data", "files"} <= found.keys():
-                raise ValueError(f"it is of {found['study']!r}")
+            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            if manifest["study"] != self.study or not {"scale", "data", "files"} <= manifest.keys():
+                raise ValueError(f"it is of {manifest['study']!r}")
         except FileNotFoundError:
             raise UserError(
                 f"{self.path} belongs to something else (it has no {MANIFEST}): choose another --out, or empty it."
             ) from None
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"{path} is no {MANIFEST} of this study ({error}): delete it, or choose another --out.") from error
-        return found
+        return manifest
 
     def check_same(self, plan: Plan) -> None:
         """Refuses to put results of another scale or other data in the place of those that are there."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return
-        found = self.manifest()
-        if found["scale"] != plan.scale:
-            raise UserError(f"{self.path} holds this study at --scale {found['scale']}, not {plan.scale}: choose another --out.")
-        if found["data"] != plan.data:
+        manifest = self.manifest()
+        if manifest["scale"] != plan.scale:
+            raise UserError(
+                f"{self.path} holds this study at --scale {manifest['scale']}, not {plan.scale}: choose another --out."
+            )
+        if manifest["data"] != plan.data:
             raise UserError(f"{self.path} holds this study of other data or another tokenizer: choose another --out.")
 
 
@@ -103,7 +106,8 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
             write_atomically(path / name, content.encode())
         for figure in figures if drawn else ():
             draw(figure, path)
-        write_page(path / PAGE, study.title, [_told(results, plan), *tables, *figures], path)
+        page = render_study(study.title, [_introduction(results, plan), *tables, *figures], path)
+        write_atomically(path / PAGE, page.encode())
     return tables
 
 
@@ -131,7 +135,7 @@ def _numbers(results: Results) -> dict[str, Any]:
     return {"records": records, "summary": budget_summary(results, budgets[0])}
 
 
-def _told(results: Results, plan: Plan) -> Text:
+def _introduction(results: Results, plan: Plan) -> Text:
     config = plan.places[0].config
     model, data, workers = config.model, config.data, config.workers
     setting = (

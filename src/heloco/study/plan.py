@@ -12,7 +12,7 @@ from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.run import RunConfig
 from heloco.study.grid import Place, digest, grid
-from heloco.study.records import RunRecord, RunStore, make_record
+from heloco.study.kept_runs import RunRecord, RunStore, make_record
 from heloco.study.results import Results
 from heloco.study.spec import Study
 from heloco.task import Task
@@ -37,7 +37,7 @@ class Plan:
         return next(iter(self.runs.values())).task.digest
 
     def places_of(self, name: str) -> list[Place]:
-        return [place for place, own in zip(self.places, self.digests, strict=True) if own == name]
+        return [place for place, digest in zip(self.places, self.digests, strict=True) if digest == name]
 
     def missing(self, store: RunStore) -> list[Planned]:
         return [run for name, run in self.runs.items() if store.read(name) is None]
@@ -63,7 +63,7 @@ def make_plan(
     tasks = Tasks(build_task)
     places, digests, runs = [], [], dict[str, Planned]()
     for place in grid(study, scale=scale, seeds=seeds, rows=rows, methods=methods, settings=settings):
-        task, config = tasks.of(place.config)
+        task, config = tasks.build_once(place.config)
         _check_sources(study, place, task)
         name = digest(config, task.digest)
         places.append(replace(place, config=config))
@@ -76,17 +76,17 @@ class Tasks:
     """Builds each task once: runs with the same data, model and seed share it."""
 
     def __init__(self, build: BuildTask) -> None:
-        self.build = build
-        self.made: dict[str, tuple[Task, RunConfig]] = {}
+        self._build = build
+        self._tasks: dict[str, tuple[Task, RunConfig]] = {}
 
-    def of(self, config: RunConfig) -> tuple[Task, RunConfig]:
-        """The task, and the config with what the data told."""
+    def build_once(self, config: RunConfig) -> tuple[Task, RunConfig]:
+        """The task, and the config with what only the data could tell."""
         shards = None if config.data.split == "source" else len(config.workers.paces)  # how many shards are dealt
         key = repr((config.data, config.model, config.run.seed, shards))
-        if key not in self.made:
-            self.made[key] = self.build(config)
-        task, told = self.made[key]
-        return task, replace(config, data=told.data, model=told.model)
+        if key not in self._tasks:
+            self._tasks[key] = self._build(config)
+        task, effective = self._tasks[key]
+        return task, replace(config, data=effective.data, model=effective.model)
 
 
 def _check_sources(study: Study, place: Place, task: Task) -> None:
@@ -102,7 +102,7 @@ def _check_sources(study: Study, place: Place, task: Task) -> None:
 
 
 class Display(Protocol):
-    """Whoever looks on."""
+    """What shows how far a study is: a progress bar, for one."""
 
     def progressed(self, steps_done: int, steps_total: int) -> None: ...
     def kept(self, places: Sequence[Place], record: RunRecord) -> None: ...
@@ -110,7 +110,7 @@ class Display(Protocol):
 
 @dataclass
 class Silent:
-    """Looks at nothing."""
+    """A display that shows nothing."""
 
     def progressed(self, steps_done: int, steps_total: int) -> None:
         pass

@@ -7,7 +7,7 @@ from typing import Any
 
 from heloco.methods import get_method
 from heloco.study.grid import Place
-from heloco.study.records import RunRecord
+from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import Study
 
 
@@ -27,11 +27,12 @@ class Stat:
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
-    given = list(values)
-    there = [value for value in given if value is not None]
-    if not there:
+    """Of values of which None stands for a seed that diverged; None if all did."""
+    every = list(values)
+    finite = [value for value in every if value is not None]
+    if not finite:
         return None
-    return Stat(fmean(there), stdev(there) if len(there) > 1 else None, len(there), len(given) - len(there))
+    return Stat(fmean(finite), stdev(finite) if len(finite) > 1 else None, len(finite), len(every) - len(finite))
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,8 @@ class Results:
 
     def diverged(self, row: str, method: str) -> bool:
         """Whether there are runs, and all of them diverged."""
-        found = self.at(row, method)
-        return bool(found) and not any(shown.record.finished for shown in found)
+        runs = self.at(row, method)
+        return bool(runs) and not any(shown.record.finished for shown in runs)
 
     def waits(self, method: str) -> bool:
         """Whether the method has a barrier."""
@@ -134,6 +135,6 @@ class Results:
         return [{"row": row, "method": method, "loss": plain(self.final(row, method))} for row, method in pairs]
 
 
-def plain(found: Stat | None) -> dict[str, Any] | None:
+def plain(value: Stat | None) -> dict[str, Any] | None:
     """A Stat as JSON has it, without the digits that no run has."""
-    return None if found is None else {k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(found).items()}
+    return None if value is None else {k: round(v, 5) if isinstance(v, float) else v for k, v in asdict(value).items()}

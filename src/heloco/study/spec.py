@@ -1,6 +1,6 @@
 """A study as data: one TOML file with its settings, its grid of rows and methods, the paper's numbers and what to show.
 
-    title, about     what a reader is told
+    title, about     what a reader sees first
     like             another study, whose settings, small scale, rows, methods and paper this one takes where it has none itself
     [settings]       fields of a run's config, over the recipe `paper`
     [small]          fields of a run's config at `--scale small`, over the settings
@@ -15,7 +15,7 @@ A method's fields come over its row's. `workers = K` repeats the pattern of the 
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -26,7 +26,7 @@ Scale = Literal["paper", "small"]
 SCALES: tuple[str, ...] = get_args(Scale)
 Axis = Literal["rows", "methods", "sources"]
 PAPERS_NAME = {"heloco-ramp": "heloco"}
-"""The paper has one HeLoCo: its numbers stand beside both variants."""
+"""The paper has one HeLoCo: its numbers stand next to both variants."""
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,17 @@ class Study:
 
     def paper_number(self, row: str, *keys: str) -> float | None:
         """The paper's number at [paper.ROW] under these keys, if it has one."""
-        found: Any = self.paper.get(row, {})
+        entry: Any = self.paper.get(row, {})
         for key in keys:
-            found = found.get(PAPERS_NAME.get(key, key), {}) if isinstance(found, dict) else {}
-        return float(found) if isinstance(found, int | float) else None
+            entry = entry.get(PAPERS_NAME.get(key, key), {}) if isinstance(entry, dict) else {}
+        return float(entry) if isinstance(entry, int | float) else None
 
 
 def names() -> list[str]:
     """The studies that come with the package, in the paper's order."""
-    found = {path.name.removesuffix(".toml") for path in resources.files(__package__).iterdir() if path.name.endswith(".toml")}
+    stems = {path.name.removesuffix(".toml") for path in resources.files(__package__).iterdir() if path.name.endswith(".toml")}
     order = ("table1", "convergence", "languages", "staleness", "flexible", "dropping", "ablation", "sensitivity")
-    return [name for name in order if name in found] + sorted(found - set(order))
+    return [name for name in order if name in stems] + sorted(stems - set(order))
 
 
 def load_study(name: str) -> Study:
@@ -126,11 +126,11 @@ def _study(name: str, text: str, where: str) -> Study:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not valid TOML ({error}): fix that line.") from error
-    known = ("title", "about", "like", "settings", "small", "rows", "methods", "paper", "tables", "figures")
+    keys = ("title", "about", "like", "settings", "small", "rows", "methods", "paper", "tables", "figures")
     for key, value in document.items():
-        if key not in known:
-            raise UserError(f"{where}: a study has no {key!r}; {nearest(key, known)}")
-        kind: type = str if key in known[:3] else list if key in known[-2:] else dict
+        if key not in keys:
+            raise UserError(f"{where}: a study has no {key!r}; {nearest(key, keys)}")
+        kind: type = str if key in keys[:3] else list if key in keys[-2:] else dict
         if not isinstance(value, kind):
             raise UserError(f"{where}: {key} must be a {'text' if kind is str else 'list' if kind is list else 'table'}.")
     base = load_study(document["like"]) if "like" in document else None
@@ -151,15 +151,15 @@ def _study(name: str, text: str, where: str) -> Study:
 
 
 def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, Part]:
-    made = {}
-    for name, given in entries.items():
-        if not isinstance(given, dict) or not isinstance(given.get("small", {}), dict):
+    parts = {}
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("small", {}), dict):
             raise UserError(f"{where}: {name!r} must be a table of settings.")
-        own = {key: value for key, value in given.items() if key not in ("small", partners)}
+        settings = {key: value for key, value in entry.items() if key not in ("small", partners)}
         if partners == "rows":
-            own.setdefault("method", name)
-        made[name] = Part(name, own, given.get("small", {}), tuple(given.get(partners, ())))
-    return made
+            settings.setdefault("method", name)
+        parts[name] = Part(name, settings, entry.get("small", {}), tuple(entry.get(partners, ())))
+    return parts
 
 
 def _built(kind: Any, entries: Any, where: str) -> Any:
@@ -178,30 +178,24 @@ def _built(kind: Any, entries: Any, where: str) -> Any:
         for item in value if many else [value]:
             if choices and item not in choices:
                 raise UserError(f"{where}: {key} cannot be {item!r}; {nearest(str(item), list(choices))}")
-    missing = [f.name for f in fields(kind) if f.name not in entries and not _optional(kind, f.name)]
+    required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in required if name not in entries]
     if missing:
         raise UserError(f"{where} has no {missing[0]}: give one.")
     return kind(**entries)
 
 
-def _optional(kind: Any, name: str) -> bool:
-    from dataclasses import MISSING
-
-    [found] = [f for f in fields(kind) if f.name == name]
-    return found.default is not MISSING or found.default_factory is not MISSING
-
-
 def _check_names(study: Study, where: str) -> None:
-    """Rows and methods that are spoken of must be there."""
+    """Rows and methods that are mentioned must be there."""
     if not study.rows or not study.methods:
         raise UserError(f"{where}: a study needs [rows] and [methods], its own or those of the study it is `like`.")
-    spoken = [("row", name, study.rows) for part in study.methods.values() for name in part.only]
-    spoken += [("method", name, study.methods) for part in study.rows.values() for name in part.only]
-    spoken += [("row", name, study.rows) for figure in study.figures for name in figure.rows]
-    spoken += [("method", name, study.methods) for figure in study.figures for name in figure.methods]
+    mentions = [("row", name, study.rows) for part in study.methods.values() for name in part.only]
+    mentions += [("method", name, study.methods) for part in study.rows.values() for name in part.only]
+    mentions += [("row", name, study.rows) for figure in study.figures for name in figure.rows]
+    mentions += [("method", name, study.methods) for figure in study.figures for name in figure.methods]
     for table in study.tables:
         named = [*table.methods, *table.variants, *table.against, *([table.baseline] if table.baseline else [])]
-        spoken += [("method", name, study.methods) for name in named]
-    for what, name, known in spoken:
-        if name not in known:
-            raise UserError(f"{where}: there is no {what} {name!r}; {nearest(name, list(known))}")
+        mentions += [("method", name, study.methods) for name in named]
+    for what, name, parts in mentions:
+        if name not in parts:
+            raise UserError(f"{where}: there is no {what} {name!r}; {nearest(name, list(parts))}")

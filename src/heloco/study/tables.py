@@ -1,8 +1,8 @@
-"""The tables of a study as its TOML asks for them, with the paper's numbers beside ours."""
+"""The tables of a study as its TOML asks for them, with the paper's numbers next to ours."""
 
 from collections.abc import Iterator, Sequence
 
-from heloco.report.page import Cell, TableData, Tone
+from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.budget import budget_tables, order_table
 from heloco.study.results import Results, Stat, stat
 from heloco.study.spec import TableSpec
@@ -44,15 +44,15 @@ def _methods(results: Results, spec: TableSpec) -> list[str]:
 
 
 def _loss_cell(results: Results, spec: TableSpec, row: str, method: str) -> Cell:
-    found = results.final(row, method)
-    if found is None:
+    loss = results.final(row, method)
+    if loss is None:
         return Cell("diverged" if results.diverged(row, method) else "–")
     notes = []
     if spec.baseline in results.methods and method != spec.baseline and (difference := _difference(results, row, method, spec)):
         notes.append(f"{difference.text(2, '+')} %")
     if (paper := results.study.paper_number(row, "loss", method)) is not None:
         notes.append(f"paper {paper:.2f}")
-    return Cell(found.text(), " · ".join(notes), _tone(found, [results.final(row, m) for m in _methods(results, spec)]))
+    return Cell(loss.text(), " · ".join(notes), _tone(loss, [results.final(row, m) for m in _methods(results, spec)]))
 
 
 def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Stat | None:
@@ -62,12 +62,12 @@ def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Sta
     return stat(100 * (a - b) / b if a is not None and b is not None else None for a, b in losses)
 
 
-def _tone(found: Stat, others: Sequence[Stat | None]) -> Tone:
+def _tone(stat: Stat, others: Sequence[Stat | None]) -> Tone:
     """The best and the worst of a row, where there is something to choose from."""
     means = [other.mean for other in others if other is not None]
     if len(means) < 2:
         return ""
-    return "best" if found.mean == min(means) else "worst" if found.mean == max(means) and len(means) > 2 else ""
+    return "best" if stat.mean == min(means) else "worst" if stat.mean == max(means) and len(means) > 2 else ""
 
 
 def _sources(results: Results, spec: TableSpec) -> TableData:
@@ -81,15 +81,15 @@ def _sources(results: Results, spec: TableSpec) -> TableData:
             lines.append([Cell(row), Cell(method), *cells])
     unit = {"loss": "Validation loss at the end, nats per token.", "bits_per_byte": "Bits per byte at the end."}
     caption = f"{spec.caption} {unit.get(spec.measure, spec.measure)} {results.note_on_seeds()}".strip()
-    there = spec.measure in results.measures
-    return TableData(spec.title, ["", "method", *results.sources, "mean"], lines if there else [], caption)
+    has_measure = spec.measure in results.measures
+    return TableData(spec.title, ["", "method", *results.sources, "mean"], lines if has_measure else [], caption)
 
 
 def _source_cell(results: Results, row: str, method: str, source: str, measure: str) -> Cell:
-    found = results.final(row, method, source, measure)
-    if found is None:
+    value = results.final(row, method, source, measure)
+    if value is None:
         return Cell("diverged" if results.diverged(row, method) else "–")
     keys = ("source", source, method) if source else ("loss", method)
     paper = results.study.paper_number(row, *keys) if measure == "loss" else None
     of_row = [results.final(row, other, source, measure) for other in results.methods]
-    return Cell(found.text(), "" if paper is None else f"paper {paper:.2f}", _tone(found, of_row))
+    return Cell(value.text(), "" if paper is None else f"paper {paper:.2f}", _tone(value, of_row))

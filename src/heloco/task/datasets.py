@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from heloco.corpus.sharding import EpochOrder
 from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
 from heloco.errors import UserError
 from heloco.task.base import Positions, Scores, ShardInfo, to_device
-from heloco.task.corpus.sharding import EpochOrder
 
 
 class DatasetTask:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heloco.corpus.libraries import library
+from heloco.corpus.tokenizer_export import TOKENIZER
 from heloco.errors import UserError
-from heloco.task.corpus.libraries import library
-from heloco.task.corpus.portable import TOKENIZER
 
 CONFIG = "config.json"
 WEIGHTS = (
@@ -95,9 +95,9 @@ class HFModel:
             )
 
 
-def logits_of(found: Any) -> Tensor:
+def logits_of(output: Any) -> Tensor:
     """Of what a model returned: the logits themselves, or transformers' output that holds them."""
-    logits: Tensor = getattr(found, "logits", found)
+    logits: Tensor = getattr(output, "logits", output)
     return logits
 
 
@@ -145,7 +145,7 @@ def _download(name: str) -> Path:
     try:
         for weights in ("model*.safetensors", "pytorch_model*.bin"):
             folder = Path(hub.snapshot_download(repository, revision=revision or None, allow_patterns=[weights, *_SMALL_FILES]))
-            if any((folder / known).is_file() for known in WEIGHTS):
+            if any((folder / file).is_file() for file in WEIGHTS):
                 return folder
     except Exception as error:  # whatever the HTTP library below raises
         raise UserError(
@@ -159,10 +159,10 @@ def _download(name: str) -> Path:
 
 
 def transformers() -> Any:
-    found = library("transformers", "A Hugging Face model", extra="hf")
-    if int(found.__version__.partition(".")[0]) < 5:
-        raise UserError(f"transformers {found.__version__} is too old: pip install 'heloco[hf]' brings 5 or newer.")
-    return found
+    module = library("transformers", "A Hugging Face model", extra="hf")
+    if int(module.__version__.partition(".")[0]) < 5:
+        raise UserError(f"transformers {module.__version__} is too old: pip install 'heloco[hf]' brings 5 or newer.")
+    return module
 
 
 def read_config(folder: Path) -> Any:
@@ -211,7 +211,7 @@ def sentences(source: str) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:  # transformers raises about everything: OSError, ValueError, KeyError, RuntimeError, …
-        said = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise UserError(
-            f"transformers cannot make a causal language model of {source} ({said}): fix it, or give another."
+            f"transformers cannot make a causal language model of {source} ({cause}): fix it, or give another."
         ) from error

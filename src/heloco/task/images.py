@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heloco.corpus.sharding import EpochOrder
 from heloco.seeds import derive
 from heloco.task.base import Positions, Scores, ShardInfo
-from heloco.task.corpus.sharding import EpochOrder
 
 SIZE = 16
 CLASSES = ("disc", "ring", "square", "frame", "cross", "triangle")

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from heloco.corpus.prepare import Corpus
+from heloco.corpus.sharding import EpochOrder, Shard
 from heloco.errors import UserError
 from heloco.seeds import derive
 from heloco.task.base import Positions, Scores, ShardInfo
-from heloco.task.corpus.prepare import Corpus
-from heloco.task.corpus.sharding import EpochOrder, Shard
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.head import cross_entropy, fusable
 from heloco.task.hf import HFModel, logits_of

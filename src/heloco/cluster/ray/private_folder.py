@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from heloco.errors import UserError
-from heloco.run.folder import CONFIG
+from heloco.records.run_files import CONFIG
 
 PREFIX, PREFIX_IN_RUN = "heloco-ray-", ".ray-"
 SHORT = Path("/tmp")

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from heloco.cluster.server.process import ServeSpec
+from heloco.records.run_files import META
 from heloco.run.config import RunConfig, gpt_config, parse_toml, resolve, with_fields
-from heloco.run.folder import META
 from heloco.task.gpt import TinyGPT
 
 

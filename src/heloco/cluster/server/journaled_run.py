@@ -24,7 +24,7 @@ from heloco.errors import UserError
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import FOLDER, Journal, contribution_path
 from heloco.run import RunConfig, RunFolder
-from heloco.run.tape import record
+from heloco.run.tape_writer import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks

@@ -18,9 +18,9 @@ from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
 from heloco.records.journal import FOLDER as JOURNAL
 from heloco.records.journal import read_events
+from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
-from heloco.run.folder import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.task import Scores, ShardInfo, Task
 from heloco.wire import blocks
 from heloco.wire.layout import Layout

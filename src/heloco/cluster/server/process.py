@@ -20,9 +20,9 @@ from heloco.cluster.server.token_book import TokenBook
 from heloco.disk import write_atomically
 from heloco.engine.build import build_task
 from heloco.errors import UserError
+from heloco.records.run_files import CONFIG
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.config import FIELDS, parse_toml, to_toml
-from heloco.run.folder import CONFIG
 
 CREDENTIALS, LISTEN = "credentials", "listen.json"
 GATEWAY = "heloco.cluster.gateway.server:open_gateway"

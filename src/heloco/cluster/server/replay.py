@@ -12,9 +12,9 @@ from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.records.events import Receive
 from heloco.records.journal import FOLDER, Mark, contribution_path, first_mark, read_events, segments
+from heloco.records.lines import read_lines
+from heloco.records.run_files import TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
-from heloco.run.folder import TAPE
-from heloco.run.lines import read_lines
 from heloco.synchronizer import Synchronizer
 from heloco.task import Task
 

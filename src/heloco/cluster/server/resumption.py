@@ -18,9 +18,9 @@ from heloco.cluster.server.transfers import SnapshotStore
 from heloco.disk import make_durable
 from heloco.records.events import Abandon, Dispatch, Receive
 from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events
+from heloco.records.run_files import CHECKPOINTS
 from heloco.run import checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
-from heloco.run.folder import CHECKPOINTS
 
 Loaded = tuple[dict[str, Any], Mapping[str, Tensor]]
 

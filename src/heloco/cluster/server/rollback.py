@@ -18,9 +18,10 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events, segments
+from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
-from heloco.run.folder import CHECKPOINTS, CONFIG, EVALS, META, TAPE, whole_lines
+from heloco.run.folder import whole_lines
 
 COPIED = (CONFIG, META, "run-id", "credentials")
 

@@ -1,0 +1,30 @@
+"""The evaluations of a run: one line each."""
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+Measures = dict[str, float | None]
+"""Name -> value: loss, bits_per_byte, accuracy. None if it is not finite."""
+
+
+class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The scores of the outer model, and where the run was then."""
+
+    arrival: int
+    outer_step: int
+    time_s: float
+    inner_steps: int
+    """Inner steps of all accepted contributions."""
+    units: int
+    """Tokens or samples of all accepted contributions, as run.json says."""
+    mean: Measures
+    """Over the sources."""
+    scores: dict[str, Measures]
+    """Of each source."""
+
+    @classmethod
+    def of(cls, line: "EvaluationRecord | dict[str, Any]") -> "EvaluationRecord":
+        """A line as an engine hands it out, checked."""
+        return msgspec.convert(line, cls)

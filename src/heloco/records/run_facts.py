@@ -1,0 +1,86 @@
+"""run.json: what the numbers of a run's tape refer to."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from heloco.errors import UserError
+
+EXTERNAL = "external"
+"""The task digest of a run whose model and data are the machines' own."""
+Count = Annotated[int, Meta(ge=1)]
+
+
+class ShardFacts(Struct, frozen=True):
+    """A shard of the data."""
+
+    name: str
+    windows: int
+
+
+class BlockFacts(Struct, frozen=True):
+    """A parameter tensor of the model."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    shape: list[Count]
+
+
+class RunFacts(Struct, frozen=True, kw_only=True):
+    """What does not change during a run, besides its config."""
+
+    method: str
+    paces: list[float]
+    """Of each worker, in seconds per inner step. Those of real machines are measured instead."""
+    unit: str
+    """What the task counts: tokens or samples."""
+    task_digest: str
+    """Of the data; `EXTERNAL` if only the machines know it."""
+    config_digest: str
+    threads: Count
+    """On which a simulation's inner steps were computed: their last bits depend on it."""
+    shards: list[ShardFacts]
+    blocks: list[BlockFacts]
+    buffers: list[str]
+    tied: dict[str, str]
+    """Further name of a block -> its name in `blocks`."""
+    clock: Literal["virtual", "real"] = "virtual"
+    format: int = 1
+    heloco: str = ""
+    torch: str = ""
+    kernels: str = ""
+    parameters: int = 0
+    model_digest: str = ""
+    """Of what describes the model outside of the run's config; empty if nothing does."""
+    passing_buffers: list[str] = []
+    """Buffers that a state_dict does not hold."""
+    dtypes: list[str] = []
+    """Of each block, if machines brought the model; empty: float32."""
+
+    @property
+    def is_real(self) -> bool:
+        """Whether real machines did the run: then times are real, too."""
+        return self.clock == "real"
+
+    @property
+    def is_external(self) -> bool:
+        """Whether model and data are the machines' own: then nothing is evaluated."""
+        return self.task_digest == EXTERNAL
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=1)  # torch's version is a kind of str
+
+
+def read_facts(path: Path) -> RunFacts:
+    """The facts in a run.json. What is wrong with the file is a `UserError`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunFacts)
+    except msgspec.ValidationError as error:
+        field = re.search(r"(?:\$\.|field `)(\w+)", str(error))
+        raise UserError(
+            f"{path} was edited{f' at {field[1]}' if field else ''} ({error}): restore it, or start the run again."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): restore it, or start the run again.") from error

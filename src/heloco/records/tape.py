@@ -1,0 +1,78 @@
+"""The tape: one line per arrival, with all that a later plot or replay needs.
+
+There is no wall-clock time on the tape of a simulation: it is a function of its config.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from heloco.verdicts import Code, Verdict
+
+Index = Annotated[int, Meta(ge=0)]
+CASES = {"k": "kept", "d": "damped", "t": "turned", "s": "skipped"}
+"""The letter of a block on the tape, and what the outer rule did with the block."""
+
+
+class BlockColumns(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What an arrival did block by block, in the order of the blocks in run.json.
+
+    A study keeps the cases alone: then the other columns are empty."""
+
+    case: str
+    """A letter of `CASES` per block."""
+    cosine: list[float | None] = []
+    confidence: list[float | None] = []
+    strength: list[float | None] = []
+    pseudo_gradient_norm: list[float | None] = []
+    momentum_norm: list[float | None] = []
+    movement: list[float | None] = []
+
+
+class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A contribution as it arrived, and what became of it."""
+
+    arrival: int
+    """Accepted contributions so far, this one included."""
+    verdict: Verdict
+    time_s: float
+    """When it arrived: in virtual seconds, or in those of a real run's clock."""
+    start_s: float
+    """When its round was handed out."""
+    outer_step: int
+    worker: Index
+    round: int
+    version: int
+    """The outer step at which the round was handed out."""
+    staleness: int
+    weight: float
+    shard: Index
+    spans: tuple[tuple[int, int], ...]
+    """The parts of the shard's stream that the round read: (first position, number of positions)."""
+    inner_steps: int
+    loss: float | None
+    """Mean training loss over the round; None if it is not finite or was not reported."""
+    last_loss: float | None
+    samples: int
+    units: int
+    """Tokens or samples, as run.json says."""
+    code: Code = ""
+    """Why it was not simply applied; empty if it was."""
+    reason: str = ""
+    """The same as a sentence."""
+    clipped: float = 1.0
+    """The smallest factor with which the norm guard scaled a block down."""
+    blocks: BlockColumns | None = None
+    """None if the outer rule was not applied."""
+    machine: str = ""
+    """The id of the machine that sent it; empty in a simulation. So are the next two."""
+    participants: int = 0
+    """Machines that contributed to the last arrivals."""
+    digest: str = ""
+    """xxh3-64 of the outer parameters after this arrival."""
+
+    @classmethod
+    def of(cls, line: "ArrivalRecord | dict[str, Any]") -> "ArrivalRecord":
+        """A line as an engine hands it out, checked."""
+        return msgspec.convert(line, cls)

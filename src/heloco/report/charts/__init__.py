@@ -1,0 +1,1 @@
+"""What a report draws: charts as data, one pure function each."""

@@ -1,0 +1,136 @@
+"""What a page draws, as data: curves are `figures.Figure`s, and next to them bars, spans of time and a map of blocks.
+
+A chart has one view or several, of which a reader looks at one at a time: a measure, or a run.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from heloco.report.charts.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values
+from heloco.report.run_reader import Run
+
+WORKER_COLOURS = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
+    "#882255", "#999933", "#332288", "#44aa99", "#aa4499", "#b07d48",
+)  # fmt: skip
+"""Okabe and Ito's palette first, then Tol's muted one."""
+
+
+@dataclass
+class Series:
+    label: str
+    values: Values
+    """One per category."""
+    colour: str
+
+
+@dataclass
+class Bars:
+    """Series side by side over categories, or stacked."""
+
+    x_label: str
+    y_label: str
+    categories: list[str]
+    series: list[Series]
+    stacked: bool = False
+
+
+@dataclass
+class Spans:
+    """Rows of bars over time with a tick at the end of each."""
+
+    x_label: str
+    rows: list[str]
+    row: list[int]
+    start: list[float]
+    end: list[float]
+    count: list[int]
+    """How many rounds a bar stands for."""
+    hover: list[str]
+    colours: list[str]
+    """One per row."""
+
+
+@dataclass
+class Heat:
+    """Blocks × arrivals. A column stands for one arrival or for several: `columns` has the first and the last of each."""
+
+    blocks: list[str]
+    sizes: list[int]
+    columns: list[tuple[int, int]]
+    cosine: list[list[float | None]]
+    """Per block, per column: the mean over the column's arrivals."""
+    case: list[str]
+    """Per block a letter per column, the most frequent of k|d|t|s; a blank where the rule was not applied."""
+
+
+Content = Figure | Bars | Spans | Heat
+
+
+@dataclass
+class View:
+    label: str
+    content: Content
+    notes: list[str] = field(default_factory=list)
+    """Under the chart: what was left out or drawn together."""
+
+
+@dataclass
+class Chart:
+    name: str
+    title: str
+    about: str
+    views: list[View]
+    """None: there is nothing to draw, and `about` says why."""
+    by: Literal["", "view", "run"] = ""
+    """What the views are: one for all, a choice of this chart's own, or one per run, chosen for all such charts at once."""
+    switches: tuple[str, ...] = ("log", "smooth")
+    """Which of the page's switches it heeds."""
+    wide: bool = False
+    """As wide as the page, where it would stand next to another."""
+
+
+def run_colours(runs: Sequence[Run]) -> list[tuple[str, bool]]:
+    """(colour, dashed) of each run: the first of a method has the method's colour, others what is left; then dashes begin."""
+    free, looks = list(OTHER_COLOURS), list[tuple[str, bool]]()
+    for i, run in enumerate(runs):
+        colour = METHOD_COLOURS.get(run.method)
+        if colour is None or any(colour == used for used, _ in looks):
+            colour = free.pop(0) if free else None
+        looks.append((colour, False) if colour else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))
+    return looks
+
+
+@dataclass
+class Group:
+    """Workers that are drawn as one: each by itself, or, where there are many, those of like pace."""
+
+    label: str
+    workers: list[int]
+    colour: str
+
+
+def worker_groups(paces: Sequence[float], most: int = len(WORKER_COLOURS)) -> list[Group]:
+    order = sorted(range(len(paces)), key=lambda i: (paces[i], i))
+    if len(paces) <= most:
+        members = [[i] for i in range(len(paces))]
+    elif len(set(paces)) <= most:
+        members = [[i for i in order if paces[i] == pace] for pace in sorted(set(paces))]
+    else:
+        members = [order[i * len(order) // most : (i + 1) * len(order) // most] for i in range(most)]
+    return [Group(_label(part, paces), part, colour) for part, colour in zip(members, WORKER_COLOURS, strict=False)]
+
+
+def seat_groups(count: int, most: int = len(WORKER_COLOURS)) -> list[Group]:
+    """Workers whose paces say nothing: each by itself, or, where there are many, neighbours together."""
+    together = -(-count // most)
+    parts = [list(range(begin, min(count, begin + together))) for begin in range(0, count, together)]
+    names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]
+    return [Group(name, part, colour) for name, part, colour in zip(names, parts, WORKER_COLOURS, strict=False)]
+
+
+def _label(workers: Sequence[int], paces: Sequence[float]) -> str:
+    low, high = min(paces[i] for i in workers), max(paces[i] for i in workers)
+    pace = f"{low:g} s" if low == high else f"{low:g}–{high:g} s"
+    return f"worker {workers[0]} ({pace})" if len(workers) == 1 else f"{len(workers)} workers ({pace})"

@@ -1,0 +1,49 @@
+"""What the correction did: blocks × arrivals."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from heloco.report.charts.chart import Chart, Heat, View
+from heloco.report.run_reader import Run
+
+CELLS = 40_000
+"""The most cells that the map of one run has; a page of many runs has fewer of each."""
+
+
+def correction(runs: Sequence[Run]) -> Chart | None:
+    """Of the runs that have blocks on their tape."""
+    cells = max(4000, min(CELLS, 4 * CELLS // len(runs)))
+    views = [view for run in runs if (view := _heat(run, cells))]
+    about = (
+        "The cosine of each arriving block with the outer momentum, and what became of it: kept, damped, turned towards the "
+        "momentum, or skipped (left as it was, one of the two being all but zero). Rules without one damp and turn nothing."
+    )
+    return Chart("correction", "What the correction did", about, views, "run") if views else None
+
+
+def _heat(run: Run, cells: int) -> View | None:
+    tape, blocks = run.tape, run.facts.blocks
+    applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
+    if not applied:
+        return None
+    together = math.ceil(len(applied) / max(1, cells // len(blocks)))
+    parts = [applied[begin : begin + together] for begin in range(0, len(applied), together)]
+    heat = Heat(
+        blocks=[block.name for block in blocks],
+        sizes=[math.prod(block.shape) for block in blocks],
+        columns=[(tape.arrival[part[0]], tape.arrival[part[-1]]) for part in parts],
+        cosine=[[_mean(run, part, block) for part in parts] for block in range(len(blocks))],
+        case=["".join(_most(run, part, block) for part in parts) for block in range(len(blocks))],
+    )
+    note = f"Thinned: a column stands for {together} arrivals, with the mean of their cosines and their most frequent case."
+    return View(run.name, heat, [note] if together > 1 else [])
+
+
+def _mean(run: Run, part: Sequence[int], block: int) -> float | None:
+    values = [v for i in part if run.tape.cosine[i] and math.isfinite(v := run.tape.cosine[i][block])]
+    return sum(values) / len(values) if values else None
+
+
+def _most(run: Run, part: Sequence[int], block: int) -> str:
+    return Counter(run.tape.case[i][block] for i in part).most_common(1)[0][0]

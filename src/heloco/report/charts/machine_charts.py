@@ -1,0 +1,107 @@
+"""Real machines: who contributed lately, and what each brought."""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+from heloco.report.charts.chart import WORKER_COLOURS, Bars, Chart, Series, View
+from heloco.report.charts.curves import figure_view, line_of, time_label
+from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.sampling import budget
+from heloco.report.run_reader import Run
+from heloco.report.summary import MachineSummary
+
+TOOK_PART, LEAST, PAUSED = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00"), ("paused", "#cc79a7")
+DRAWN = len(WORKER_COLOURS)
+"""The most machines that have a line or bars of their own."""
+PAUSES = 100
+"""The most pauses that are drawn, the last ones."""
+PIECES = ("#0072b2", "#d55e00")
+
+
+def participation(runs: Sequence[Run]) -> Chart | None:
+    """How many machines contributed lately, against how many must, and each one's part of it."""
+    views = [_participation(run, len(runs)) for run in runs if run.facts.is_real and len(run.tape)]
+    about = (
+        "A machine takes part if it contributed to the last arrivals; being here is not enough. With fewer than min_workers the "
+        "run pauses. On the right: how much of those arrivals came from whom."
+    )
+    return Chart("participation", "Participation", about, views, "run", switches=()) if views else None
+
+
+def _participation(run: Run, runs: int) -> View:
+    tape, most = run.tape, budget(runs)
+    places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused"]
+    counts = [float(len(window)) for window in _windows(run, places)]
+    over = {"arrival": [float(tape.arrival[i]) for i in places], time_label([run]): [tape.time_s[i] for i in places]}
+    panels = []
+    for label, x in over.items():
+        lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), most)]
+        if x:
+            lines.append(Line(LEAST[0], [x[0], x[-1]], [run.min_workers] * 2, colour=LEAST[1], dashed=True))
+        panels.append(Panel(f"over {label}", lines, label, "machines that took part", whole=True))
+    if pauses := _pause_line(run):
+        panels[1].lines.append(pauses)
+    panels.append(Panel("each machine's part", _part_lines(run, places, most), time_label([run]), "share", whole=True))
+    view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), most)
+    view.notes.append(f"Counted over the last {run.window} arrivals.")
+    if len(run.summary.machines) > DRAWN:
+        view.notes.append(f"The {DRAWN} machines with the most contributions of {len(run.summary.machines)} have a line.")
+    return view
+
+
+def _windows(run: Run, places: Sequence[int]) -> Iterator[Counter[str]]:
+    """After each arrival: how many of the last ones came from which machine."""
+    recent, counts = deque[str](maxlen=run.window), Counter[str]()
+    for i in places:
+        if len(recent) == recent.maxlen:
+            counts[recent[0]] -= 1
+            counts += Counter()  # without those that are at 0
+        recent.append(run.tape.machine[i])
+        counts[run.tape.machine[i]] += 1
+        yield counts
+
+
+def _pause_line(run: Run) -> Line | None:
+    """Along the axis, with gaps."""
+    x, y = list[float](), list[float | None]()
+    for pause in run.journal.pauses[-PAUSES:]:
+        end_s = run.journal.time_s if pause.end_s is None else pause.end_s
+        x += [pause.start_s, end_s, end_s]
+        y += [0.0, 0.0, None]
+    return Line(PAUSED[0], x, y, colour=PAUSED[1]) if x else None
+
+
+def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
+    """Of each machine its part of the last arrivals, over time."""
+    parts = {machine.id: list[float]() for machine in _drawn(run)}
+    for window in _windows(run, places):
+        for machine, part in parts.items():
+            part.append(window[machine] / window.total())
+    x = [run.tape.time_s[i] for i in places]
+    looks = zip(parts.items(), WORKER_COLOURS, strict=False)
+    return [line_of(run.summary.label(machine), x, part, (colour, False), most) for (machine, part), colour in looks]
+
+
+def shares(runs: Sequence[Run]) -> Chart | None:
+    """What each machine brought: over the whole run, and lately."""
+    about = "Each machine's part of all contributions, and of the last ones: who has stopped shows, whether it is here or not."
+    views = [_shares(run) for run in runs if run.facts.is_real and run.summary.arrivals]
+    return Chart("machines", "Machines' shares", about, views, "run") if views else None
+
+
+def _shares(run: Run) -> View:
+    drawn, summary = _drawn(run), run.summary
+    series = [
+        Series("of all contributions", [summary.share(machine) for machine in drawn], PIECES[0]),
+        Series(f"of the last {run.window} arrivals", [summary.recent_share(machine) for machine in drawn], PIECES[1]),
+    ]
+    more = len(summary.machines) - len(drawn)
+    notes = [f"The {DRAWN} with the most contributions; {more} others are in the table."] if more else []
+    labels = [summary.label(machine.id) for machine in drawn]
+    return View(run.name, Bars("machine", "share", labels, series), notes)
+
+
+def _drawn(run: Run) -> list[MachineSummary]:
+    """Those with the most contributions, by name, so that their colours stay."""
+    most = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
+    return sorted(most, key=lambda machine: machine.id)

@@ -1,0 +1,27 @@
+"""A table as data: the page, the terminal and files show it each in its own way."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tone = Literal["", "best", "worst", "good", "bad"]
+
+
+@dataclass
+class Cell:
+    text: str
+    note: str = ""
+    """Small print under it: the paper's number, for one."""
+    tone: Tone = ""
+
+
+@dataclass
+class TableData:
+    title: str
+    header: list[str]
+    rows: list[list[Cell]]
+    """The first cell of a row is its heading."""
+    caption: str = ""
+
+    def __post_init__(self) -> None:
+        if any(len(row) != len(self.header) for row in self.rows):
+            raise ValueError(f"a row of {self.title!r} does not fit its header")

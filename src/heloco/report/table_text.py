@@ -1,0 +1,59 @@
+"""A table as text: in the terminal, as Markdown, as CSV."""
+
+import csv
+import io
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from heloco.report.table_data import Cell, TableData
+
+WIDE = 170
+"""The width if the output is no terminal: tables are then not broken because there is too little room."""
+STYLES = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "": ""}
+
+
+def wide_console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+
+
+def in_terminal(data: TableData) -> Group:
+    """The best green and starred, notes under the numbers; title and caption as wide as the terminal."""
+    table = Table()
+    for i, name in enumerate(data.header):
+        table.add_column(Text(name), justify="left" if i == 0 else "right")
+    for row in data.rows:
+        table.add_row(
+            *(Text(_starred(cell), STYLES[cell.tone]) + Text(f"\n{cell.note}" * bool(cell.note), "dim") for cell in row)
+        )
+    return Group(Text(f"\n{data.title}", "bold"), table, Text(data.caption, "dim"))
+
+
+def _starred(cell: Cell) -> str:
+    return f"{cell.text} ★" if cell.tone == "best" else cell.text
+
+
+def as_markdown(table: TableData) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    def shown(cell: Cell) -> str:
+        text = f"**{cell.text}**" if cell.tone == "best" else cell.text
+        return f"{text} ({cell.note})" if cell.note else text
+
+    lines = [line(table.header), line(["---"] * len(table.header)), *(line([shown(c) for c in row]) for row in table.rows)]
+    return "\n".join([f"## {table.title}", "", *lines, *(["", table.caption] if table.caption else [])])
+
+
+def as_csv(table: TableData) -> str:
+    """A column with notes has them in a column of their own after it."""
+    has_notes = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
+    file = io.StringIO()
+    out = csv.writer(file, lineterminator="\n")
+    out.writerow([x for name, n in zip(table.header, has_notes, strict=True) for x in ([name, f"{name}, note"] if n else [name])])
+    for row in table.rows:
+        out.writerow([x for cell, n in zip(row, has_notes, strict=True) for x in ([cell.text, cell.note] if n else [cell.text])])
+    return file.getvalue()

@@ -1,0 +1,68 @@
+"""A study in the terminal: how far it is, its tables, the list of all."""
+
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+
+from heloco.report.wording import duration, number
+from heloco.study.grid import Place, digest, grid, total_steps
+from heloco.study.kept_runs import RunRecord
+from heloco.study.spec import load_study, names
+
+
+class Watching(AbstractContextManager["Watching"]):
+    """How far the whole study is: a bar on a terminal, a line per finished run elsewhere."""
+
+    def __init__(self, runs: int, finished: int, console: Console) -> None:
+        self.runs, self.ended, self.console = runs, finished, console
+        self.left = ""
+        self._began = time.monotonic()
+        columns = (BarColumn(None), TextColumn("{task.percentage:.0f} %  {task.description}"))
+        self._bar = Progress(*columns, console=console, expand=True) if console.is_terminal else None
+        self._task = self._bar.add_task("") if self._bar else None
+
+    def __enter__(self) -> "Watching":
+        (self._bar or nullcontext()).__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        (self._bar or nullcontext()).__exit__(*error)
+
+    def progressed(self, steps_done: int, steps_total: int) -> None:
+        gone = time.monotonic() - self._began
+        self.left = f"{duration(gone / steps_done * (steps_total - steps_done))} left" if steps_done else ""
+        if self._bar and self._task is not None:
+            description = f"{self.ended}/{self.runs} runs · {duration(gone)} gone" + (f", {self.left}" if self.left else "")
+            self._bar.update(self._task, total=steps_total, completed=steps_done, description=description)
+
+    def kept(self, places: Sequence[Place], record: RunRecord) -> None:
+        self.ended += 1
+        first = places[0]
+        rows = first.row if len({place.row for place in places}) == 1 else f"{len({place.row for place in places})} rows"
+        outcome = f"loss {number(record.evals.loss[-1])}" if record.finished else f"diverged: {record.reason}"
+        left = f"  ({self.left})" if self.left and not self._bar else ""
+        line = f"run {self.ended:>4}/{self.runs}  seed {first.seed}  {rows}  {first.method}  {outcome}{left}"
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def list_table() -> Table:
+    """Every study with its runs and their inner steps, at the paper's scale."""
+    table = Table(title="heloco study NAME", title_justify="left", caption_justify="left")
+    for name in ("study", "what it shows", "rows × methods", "runs a seed", "not in those above", "inner steps a seed"):
+        table.add_column(name, justify="left" if name in ("study", "what it shows") else "right")
+    listed: set[str] = set()
+    for name in names():
+        chosen = load_study(name)
+        runs = {digest(place.config, ""): place.config for place in grid(chosen, scale="paper", seeds=1)}
+        new = {key: config for key, config in runs.items() if key not in listed}
+        listed |= new.keys()
+        steps = sum(map(total_steps, new.values()))
+        shape = f"{len(chosen.rows)} × {len(chosen.methods)}"
+        table.add_row(name, chosen.title, shape, str(len(runs)), str(len(new)), f"{steps:,}")
+    table.caption = "Inner steps: of the runs not in the studies above, 256 tokens each. Finished runs are kept and shared."
+    return table
