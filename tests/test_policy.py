@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from heloco.errors import UserError
 from heloco.policy import (
-    CHOICES,
+    SHARD_POLICIES,
     STEPS,
     WEIGHTS,
     Drop,
@@ -326,7 +326,7 @@ def test_a_wrong_assignment_is_answered_with_a_sentence(name, shards, sentence):
     assert str(error.value) == sentence
 
 
-@pytest.mark.parametrize("name", [name for name in CHOICES if name != "fixed"])
+@pytest.mark.parametrize("name", [name for name in SHARD_POLICIES if name != "fixed"])
 def test_the_others_serve_more_workers_than_shards(name):
     assert set(play(make_choice(name, workers=7, shards=2, seed=0), workers=7, shards=2, rounds=4)) == {0, 1}
 

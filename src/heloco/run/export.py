@@ -52,9 +52,9 @@ def _named(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[st
 def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
     """Writes a folder for `AutoModelForCausalLM.from_pretrained`, whole or not at all; returns the number of parameters, and
     whether the tokenizer is there too."""
-    config = folder.config()
+    config = folder.config(without=("outer",))
     if config.data.task != "language":
-        raise UserError("The run's model classifies images, for which there is no Hugging Face form: use --format safetensors.")
+        raise UserError(f"There is no Hugging Face form of the task {config.data.task}: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no empty folder: choose another --out.")
     named, count = _named(folder.meta(), folder.load_model()[1])

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
+from heloco.registry import NotInstalled
 from heloco.run import checkpoint
-from heloco.run.config import RunConfig, read_toml, resolve, to_toml, with_fields
+from heloco.run.config import RunConfig, resolve
 from heloco.run.lines import Lines
+from heloco.run.settings import read_toml, to_toml, with_fields
 
 CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
 META_TYPES: dict[str, type] = {
@@ -83,8 +85,18 @@ class RunFolder:
             )
         return cls(path)
 
-    def config(self) -> RunConfig:
-        return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG)))
+    def config(self, without: tuple[str, ...] = ()) -> RunConfig:
+        """The run's; the sections `without` as they are by default, for what needs no outer rule."""
+        try:
+            return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG, without=without)))
+        except NotInstalled as error:
+            package = self.meta().get("plugins", {}).get(f"{error.kind} {error.name}")
+            if package is None:
+                raise
+            message = (
+                f"The run in {self.path} uses the {error.kind} {error.name!r}, which is not installed here: install {package}."
+            )
+            raise UserError(message) from error
 
     def meta(self) -> dict[str, Any]:
         path = self.path / META
