@@ -167,7 +167,7 @@ def test_every_weight_is_positive_and_at_most_one_and_a_half(name, staleness, ow
 @pytest.mark.parametrize(
     ("name", "options", "sentence"),
     [
-        ("polynomal", {}, "There is no arrival weight 'polynomal'; did you mean 'polynomial'?"),
+        ("polynomal", {}, "There is no arrival weight 'polynomal' here; did you mean 'polynomial'?"),
         ("xyz", {}, "There is no arrival weight 'xyz'; known: base, average, constant, polynomial, share, annealed, discounted."),
         ("constant", {"value": -1.0}, "weight_value is -1.0: give a finite number ≥ 0."),
         ("constant", {"value": math.nan}, "weight_value is nan: give a finite number ≥ 0."),
@@ -316,7 +316,7 @@ def test_liu_is_deterministic_from_the_seed():
 @pytest.mark.parametrize(
     ("name", "shards", "sentence"),
     [
-        ("flexibel", 5, "There is no shard assignment 'flexibel'; did you mean 'flexible'?"),
+        ("flexibel", 5, "There is no shard policy 'flexibel' here; did you mean 'flexible'?"),
         ("fixed", 4, "5 workers but only 4 shards: give as many shards as workers, fewer paces, or --assign flexible."),
     ],
 )

@@ -277,7 +277,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
     from heloco.task import mean_scores
 
     folder = RunFolder.open(parsed.folder)
-    config = folder.config(without=("outer",))
+    config = folder.config(for_task=True)
     state, tensors = folder.load_model()
     task = rebuild_task(config, parsed.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
@@ -305,7 +305,7 @@ def export(parsed: argparse.Namespace) -> int:
         out, without = parsed.out or folder.path / "hf", ""
         count, tokenizer = export_hf(folder, out)
         if not tokenizer:
-            name = folder.config(without=("outer",)).data.tokenizer
+            name = folder.config(for_task=True).data.tokenizer
             without = f" Its tokenizer, {name}, is not on this machine any more and was left out."
         print(f"Wrote {count:,} parameters to {out}.{without}")
         return 0
@@ -357,8 +357,9 @@ def schedule(parsed: argparse.Namespace) -> int:
 
 def methods(parsed: argparse.Namespace) -> int:
     from heloco.methods import METHODS
+    from heloco.run.settings import NAMED
 
-    for problem in METHODS.problems():
+    for problem in (problem for registry in NAMED.values() for problem in registry.problems()):
         print(f"heloco: {problem}", file=sys.stderr)
     described: list[dict[str, Any]] = [
         {

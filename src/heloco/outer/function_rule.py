@@ -11,7 +11,7 @@ from heloco.knobs import declared_knobs, knobs_of_signature
 from .constants import LookaheadKnobs
 from .correction import plain_coefficients
 from .kernels import BlockKernels
-from .kernels.coefficients import Coefficients
+from .kernels.coefficients import Coefficients, place
 from .optimizer import Blocks, OuterOptimizer
 
 RuleFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -23,6 +23,8 @@ class FunctionRule(OuterOptimizer):
     """The optimizer around a `RuleFunction`: calls it for each block, and writes what it returns into θ and m."""
 
     function: ClassVar[RuleFunction]
+    function_knobs: ClassVar[tuple[str, ...]]
+    """Those that the function takes. `lookahead` is the optimizer's own."""
     has_state: ClassVar[bool]
 
     def __init__(self, params: Any, **given: Any) -> None:
@@ -35,23 +37,25 @@ class FunctionRule(OuterOptimizer):
         return list(self._move(blocks))
 
     def _move(self, blocks: Blocks) -> Iterator[float]:
-        columns = blocks.parameters, blocks.momenta, blocks.pseudo_gradients, blocks.a.tolist(), blocks.states, blocks.group_of
-        for theta, m, delta, rho, state, group in zip(*columns, strict=True):
-            knobs = {name: self.param_groups[group][name] for name in self.own_knobs}
-            extra = {"state": state} if self.has_state else {}
-            moved = type(self).function(theta.detach(), m, delta.to(m.dtype), rho, **knobs, **extra)
-            self._check_result(moved, theta)
-            new_theta, new_m = moved
-            yield float((new_theta.double() - theta.double()).norm())
-            m.copy_(new_m)
-            theta.copy_(new_theta)
+        weights = blocks.coefficients[place("weight")].tolist()
+        columns = blocks.parameters, blocks.momenta, blocks.pseudo_gradients, weights, blocks.a, blocks.states, blocks.group_of
+        for theta, m, delta, rho, a, state, group in zip(*columns, strict=True):
+            scale = float(a) / rho if rho else 1.0  # the norm guard's
+            keywords = {name: self.param_groups[group][name] for name in self.function_knobs}
+            keywords |= {"state": state} if self.has_state else {}
+            versions = theta._version, m._version
+            scaled = delta.to(m.dtype) if scale == 1 else delta.to(m.dtype) * scale
+            result = type(self).function(theta.detach(), m, scaled, rho, **keywords)
+            if (theta._version, m._version) != versions:
+                raise TypeError(f"The rule {type(self).__name__} changed θ or m in place: it must return new tensors.")
+            self._check_result(result, theta)
+            yield float((result[0].double() - theta.double()).norm())
+            theta.copy_(result[0])
+            m.copy_(result[1])
 
-    own_knobs: ClassVar[tuple[str, ...]] = ()
-    """The knobs that the function takes; `lookahead` is the optimizer's."""
-
-    def _check_result(self, moved: Any, theta: Tensor) -> None:
-        is_pair = isinstance(moved, tuple) and len(moved) == 2 and all(isinstance(x, Tensor) for x in moved)
-        if not is_pair or any(x.shape != theta.shape for x in moved):
+    def _check_result(self, result: Any, theta: Tensor) -> None:
+        is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)
+        if not is_pair or any(x.shape != theta.shape for x in result):
             raise TypeError(f"The rule {type(self).__name__} must return (θ, m), two tensors of shape {tuple(theta.shape)}.")
 
 
@@ -59,13 +63,21 @@ def make_rule(rule: Any) -> type[OuterOptimizer]:
     """The optimizer class of a rule: the class itself, or one made around a `RuleFunction`."""
     if isinstance(rule, type) and issubclass(rule, OuterOptimizer):
         return rule
-    parameters = inspect.signature(rule).parameters
-    own = knobs_of_signature(rule, skipped=("rho", "state"))
+    name = getattr(rule, "__name__", repr(rule))
+    try:
+        parameters = inspect.signature(rule).parameters
+        required = [p.name for p in parameters.values() if p.default is p.empty and p.name != "state"]
+        inspect.signature(rule).bind(*range(4), **({"state": None} if "state" in parameters else {}))
+    except (TypeError, ValueError):
+        required = []
+    if len(required) != 4:
+        raise ValueError(f"The rule {name} must take θ, m, Δ and ρ, in this order, and have a default for every other parameter.")
+    of_function = knobs_of_signature(rule, skipped=("state",))
     lookahead = {}
-    if {"lr", "momentum"} <= own.keys() and "lookahead" not in own:  # what θ − ημm needs
+    if {"lr", "momentum"} <= of_function.keys() and "lookahead" not in of_function:  # what θ − ημm needs
         lookahead = {"lookahead": declared_knobs(LookaheadKnobs)["lookahead"]}
     content = {
-        "__doc__": rule.__doc__, "function": staticmethod(rule), "has_state": "state" in parameters,
-        "knobs": {**own, **lookahead}, "own_knobs": tuple(own),
+        "__doc__": rule.__doc__, "function": staticmethod(rule), "function_knobs": tuple(of_function),
+        "has_state": "state" in parameters, "knobs": {**of_function, **lookahead},
     }  # fmt: skip
-    return type(getattr(rule, "__name__", "rule"), (FunctionRule,), content)
+    return type(name, (FunctionRule,), content)

@@ -52,7 +52,7 @@ def _named(meta: dict[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[st
 def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
     """Writes a folder for `AutoModelForCausalLM.from_pretrained`, whole or not at all; returns the number of parameters, and
     whether the tokenizer is there too."""
-    config = folder.config(without=("outer",))
+    config = folder.config(for_task=True)
     if config.data.task != "language":
         raise UserError(f"There is no Hugging Face form of the task {config.data.task}: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

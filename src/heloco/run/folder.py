@@ -85,10 +85,10 @@ class RunFolder:
             )
         return cls(path)
 
-    def config(self, without: tuple[str, ...] = ()) -> RunConfig:
-        """The run's; the sections `without` as they are by default, for what needs no outer rule."""
+    def config(self, *, for_task: bool = False) -> RunConfig:
+        """The run's. `for_task`: the outer rule and the shard policy are left at their defaults, and need not be installed."""
         try:
-            return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG, without=without)))
+            return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG, for_task=for_task)))
         except NotInstalled as error:
             package = self.meta().get("plugins", {}).get(f"{error.kind} {error.name}")
             if package is None:

@@ -74,11 +74,12 @@ def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
 # ---- TOML
 
 
-def read_toml(path: Path, overridden: Collection[str] = (), without: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of a TOML file with the sections of RunConfig, except for the sections `without`.
+def read_toml(path: Path, overridden: Collection[str] = (), *, for_task: bool = False) -> dict[str, Any]:
+    """The settings of a TOML file with the sections of RunConfig.
 
     A run's own config.toml is effective: it also holds what was derived from other settings. What was derived from a setting that
-    is `overridden` is left out, to be derived again.
+    is `overridden` is left out, to be derived again. `for_task`: without what the synchronizer alone needs, the outer rule and
+    the shard policy. These need not be installed where only the task is built.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -90,11 +91,11 @@ def read_toml(path: Path, overridden: Collection[str] = (), without: Collection[
         ) from error
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
-    return parse_toml(text, str(path), overridden, without)
+    return parse_toml(text, str(path), overridden, for_task=for_task)
 
 
-def parse_toml(text: str, path: str, overridden: Collection[str] = (), without: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of TOML text; `path` is what it is called where it is wrong."""
+def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_task: bool = False) -> dict[str, Any]:
+    """As `read_toml`, of TOML text; `path` is what it is called where it is wrong."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -105,9 +106,9 @@ def parse_toml(text: str, path: str, overridden: Collection[str] = (), without: 
     for section, entries in document.items():
         if section not in SECTIONS or not isinstance(entries, dict):
             raise UserError(f"{path}: there is no section [{section}]; {nearest(section, list(SECTIONS))}")
-        if section in without:
-            continue
         for name, value in entries.items():
+            if for_task and (section == "outer" or name == "assign"):
+                continue
             if name in NAMED and name not in overridden and value not in named_choices(name):
                 NAMED[name].find(str(value))  # says what is missing, before its knobs are unknown
             if sections.get(name) != section:

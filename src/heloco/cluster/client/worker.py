@@ -31,9 +31,7 @@ def task_of(info: RunInfo, *, progress: Any = None, **here: str | None) -> tuple
     data, tokenizer or hf are."""
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
-    values = parse_toml(
-        info.config, "the run's config", without=("outer",)
-    )  # the rule is the synchronizer's: it need not be here
+    values = parse_toml(info.config, "the run's config", for_task=True)
     if here.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
         values["tokenizer"] = ""  # the model's own
     values |= {"device": "auto"} | {name: value for name, value in here.items() if value is not None}
