@@ -232,11 +232,11 @@ def test_an_unknown_name_says_what_to_install():
 def test_a_name_that_two_packages_offer_cannot_be_used_and_one_that_is_found_twice_can(monkeypatch):
     offers = [EntryPoint("sign", f"test_extend:{rule}", "heloco.methods") for rule in ("sign_step", "own_mla", "sign_step")]
     registry: Registry[Any] = Registry("method", "heloco.methods", lambda _, item: item, {"mla": MLA})
-    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers)  # noqa: ARG005
+    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers)
     with pytest.raises(UserError, match="'sign' is offered by the module test_extend and the module test_extend: uninstall"):
         registry.find("sign")
     assert list(registry) == ["mla"] and len(registry.problems()) == 1
-    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers[::2])  # noqa: ARG005
+    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers[::2])
     registry = Registry("method", "heloco.methods", lambda _, item: item, {"mla": MLA})
     assert list(registry) == ["mla", "sign"] and registry["sign"].__name__ == "sign_step" and not registry.problems()
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from heloco.outer import CASES, Outcome, correct, examine
 from heloco.outer.constants import CORRECTION, correction_constants
-from heloco.outer.correction import combine, combine_all, corrected_coefficients, plain_coefficients
-from heloco.outer.kernels.coefficients import NAMES
+from heloco.outer.correction import combine, combine_all, corrected_coefficients
+from heloco.outer.kernels.coefficients import NAMES, coefficients
 
 F64 = torch.float64
 VARIANTS = [{"reorient": r, "weigh": w} for r in ("printed", "ramp") for w in ("after", "before")]
@@ -390,9 +390,9 @@ SETTINGS: list[Constants | None] = [
 
 def coefficients_of(correction: Constants | None, weight: float) -> tuple[float, ...]:
     if correction is None:
-        return plain_coefficients(weight)
+        return coefficients(weight=weight)
     values = correction_constants(correction)
-    return corrected_coefficients(weight, *(getattr(values, name) for name in CORRECTION))
+    return corrected_coefficients(weight, (getattr(values, name) for name in CORRECTION))
 
 
 EXTREMES = [0.0, 5e-324, 1e-170, 1e-16, 1.0, 1e300, math.inf, math.nan]

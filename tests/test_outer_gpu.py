@@ -16,7 +16,7 @@ from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, NotFinite, Oute
 from heloco.outer.correction import combine
 from heloco.outer.heloco import heloco_step
 from heloco.outer.kernels import portable
-from heloco.outer.kernels.coefficients import UNCORRECTED, coefficients
+from heloco.outer.kernels.coefficients import coefficients
 from test_outer_correction import VARIANTS, pair
 from test_outer_rules import GROUPS, Equations, assert_same, feed, grouped, momenta, run
 
@@ -438,7 +438,7 @@ def test_a_step_is_three_launches_and_waits_once() -> None:
 @only_on_a_gpu
 def test_the_launches_wait_for_nothing() -> None:
     passes = gpu.BlockKernels(*blocks(SIZES))
-    plain = coefficients(**UNCORRECTED)
+    plain = coefficients()
     passes.launch(passes.table([plain], [0] * len(SIZES)))  # whatever comes into being once
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

@@ -49,7 +49,10 @@ def declared_knobs(declaration: Any, **defaults: Any) -> dict[str, Knob]:
 
 def knobs_of_signature(function: Callable[..., Any], skipped: tuple[str, ...] = ()) -> dict[str, Knob]:
     """The knobs of a function or class of the user's own: its parameters with a default, annotated with a `Knob` or not."""
-    hints = get_type_hints(function, include_extras=True)
+    try:
+        hints = get_type_hints(function, include_extras=True)
+    except NameError:  # a type that is imported for type checkers alone
+        hints = {}
     parameters = inspect.signature(function).parameters.values()
     named = {p.name: p for p in parameters if p.default is not p.empty and p.name not in skipped}
     return {name: replace(_knob(name, hints.get(name, type(p.default))), default=p.default) for name, p in named.items()}

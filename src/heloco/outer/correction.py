@@ -19,7 +19,7 @@ the steps do it, for all blocks at once (`combine_all`), without a temporary the
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, Unpack
@@ -30,7 +30,7 @@ from torch import Tensor
 from . import kernels
 from .constants import CORRECTION, CorrectionKnobs, correction_constants
 from .kernels import Numbers
-from .kernels.coefficients import CONSTANTS, NAMES, UNCORRECTED, Coefficients, coefficients
+from .kernels.coefficients import CONSTANTS, NAMES, Coefficients, coefficients
 
 Case = Literal["kept", "damped", "turned", "skipped"]
 CASES: tuple[Case, ...] = ("kept", "damped", "turned", "skipped")
@@ -98,23 +98,21 @@ def combine(
 ) -> tuple[float, float, Outcome]:
     """(a, b, outcome) such that G = a·Δ + b·m, from a block's sums Δ·Δ, m·m, Δ·m."""
     values = correction_constants(constants)
-    of_block = corrected_coefficients(weight, *(getattr(values, name) for name in CORRECTION))
+    of_block = corrected_coefficients(weight, (getattr(values, name) for name in CORRECTION))
     a, b, [outcome] = combine_all(np.array([[uu, mm, um]]), np.array([of_block]).T)
     return float(a[0]), float(b[0]), outcome
 
 
-@lru_cache(maxsize=64)  # the same in every step
-def corrected_coefficients(weight: float, *constants: Any, **step: float) -> Coefficients:
+def corrected_coefficients(weight: float, constants: Iterable[Any], step: Coefficients = (0.0, 0.0, 0.0)) -> Coefficients:
     """The coefficients of a block that is corrected with these constants, in the order of their declaration."""
+    is_weighed_before, correction = _checked(*constants)
+    return coefficients(step, weight=weight, is_weighed_before=is_weighed_before, correction=correction)
+
+
+@lru_cache(maxsize=64)  # the same in every step
+def _checked(*constants: Any) -> tuple[bool, Coefficients]:
     k = correction_constants(dict(zip(CORRECTION, constants, strict=True)))
-    before, after = (weight, 1.0) if k.weigh == "before" else (1.0, weight)
-    numbers = {name: getattr(k, name) for name in CONSTANTS}
-    return coefficients(**step, weight=weight, before=before, after=after, ramp=k.reorient == "ramp", **numbers)
-
-
-def plain_coefficients(weight: float, **step: float) -> Coefficients:
-    """The coefficients of a block that is not corrected: G = ρΔ."""
-    return coefficients(**UNCORRECTED, **step, weight=weight)
+    return k.weigh == "before", (*(float(getattr(k, name)) for name in CONSTANTS), float(k.reorient == "ramp"))
 
 
 @np.errstate(all="ignore")  # a block that is skipped has no cosine

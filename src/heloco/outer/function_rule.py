@@ -9,9 +9,8 @@ from torch import Tensor
 from heloco.knobs import declared_knobs, knobs_of_signature
 
 from .constants import LookaheadKnobs
-from .correction import plain_coefficients
 from .kernels import BlockKernels
-from .kernels.coefficients import Coefficients, place
+from .kernels.coefficients import Coefficients, coefficients, place
 from .optimizer import Blocks, OuterOptimizer
 
 RuleFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -31,7 +30,7 @@ class FunctionRule(OuterOptimizer):
         super().__init__(params, given)
 
     def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:  # noqa: ARG002
-        return plain_coefficients(weight)
+        return coefficients(weight=weight)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:  # noqa: ARG002
         return list(self._move(blocks))

@@ -71,5 +71,4 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
         correction_constants({name: group[name] for name in CORRECTION})
 
     def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:
-        constants = (group[name] for name in CORRECTION)
-        return corrected_coefficients(weight, *constants, **self._step_coefficients(group))
+        return corrected_coefficients(weight, (group[name] for name in CORRECTION), self._step_coefficients(group))

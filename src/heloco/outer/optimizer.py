@@ -17,9 +17,9 @@ from heloco.dtypes import CAN_BE_TRAINED, HALF, TRAINABLE
 from heloco.knobs import Knobs, declared_knobs, described, filled, knobs_of_signature
 
 from . import kernels
-from .correction import Outcome, combine_all, plain_coefficients
+from .correction import Outcome, combine_all
 from .kernels import Numbers
-from .kernels.coefficients import Coefficients
+from .kernels.coefficients import Coefficients, coefficients
 from .masters import master_of, round_masters
 
 SLICE = 1 << 20
@@ -135,12 +135,13 @@ class OuterOptimizer(Optimizer):
         """How much of G enters the momentum, for the rules with m = μm + gain·G."""
         return 1.0
 
-    def _step_coefficients(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"lr": group["lr"], "mu": group["momentum"], "gain": self._gain(group)}
+    def _step_coefficients(self, group: dict[str, Any]) -> Coefficients:
+        """lr, mu, gain."""
+        return group["lr"], group["momentum"], self._gain(group)
 
     def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:
         """How the blocks of a group move, in numbers alone. Without a correction: G = ρΔ."""
-        return plain_coefficients(weight, **self._step_coefficients(group))
+        return coefficients(self._step_coefficients(group), weight=weight)
 
     @overload
     def step(

@@ -199,8 +199,8 @@ def unused_settings(config: RunConfig) -> set[str]:
 
 
 def knob_setting(knob: str) -> str:
-    """The name of a rule's knob as a setting: its own, unless the inner loop or another section has a setting of that name."""
-    return f"outer_{knob}" if knob in FIELDS else knob
+    """The name of a rule's knob as a setting: its own, unless another section or an arrival weight may have that name."""
+    return f"outer_{knob}" if knob in FIELDS or knob.startswith("weight_") else knob
 
 
 _SETTINGS_OF_FIRST_RULES = {knob_setting(name): None for rule in (HeLoCoKnobs, DelayKnobs) for name in declared_knobs(rule)}
@@ -217,8 +217,8 @@ def by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
 
 def outer_knobs(config: OuterConfig) -> dict[str, Any]:
     """The rule's knobs that were given, by the rule's own names."""
-    given = {name: value for name, value in config.knobs.items() if not name.startswith("weight_")}
-    return {name.removeprefix("outer_") if name not in FIELDS else name: value for name, value in given.items()}
+    knobs = {knob_setting(name): name for name in (s.removeprefix("outer_") for s in config.knobs)}
+    return {knobs.get(name, name): value for name, value in config.knobs.items() if not name.startswith("weight_")}
 
 
 def weight_options(config: OuterConfig) -> dict[str, Any]:

@@ -14,17 +14,20 @@ CONSTANTS = tuple(name for name, knob in CORRECTION.items() if knob.kind is floa
 NAMES = ("lr", "mu", "gain", "weight", "before", "after", *CONSTANTS, "ramp")
 Coefficients = tuple[float, ...]
 """One number for each of NAMES."""
+_KEEP_ALL = {"c_ok": -math.inf, "eps": CORRECTION["eps"].default}
+UNCORRECTED: Coefficients = (*(_KEEP_ALL.get(name, 0.0) for name in CONSTANTS), 0.0)
+"""The last of them, from c_ok on, for G = ρΔ."""
 
 
-def coefficients(**values: float) -> Coefficients:
-    """By name; those that are not given are 0."""
-    return tuple(float(values.get(name, 0.0)) for name in NAMES)
+def coefficients(
+    step: Coefficients = (0.0, 0.0, 0.0), *, weight: float = 1.0, is_weighed_before: bool = False,
+    correction: Coefficients = UNCORRECTED,
+) -> Coefficients:  # fmt: skip
+    """`step` is (lr, mu, gain), and `correction` all from c_ok on."""
+    before, after = (weight, 1.0) if is_weighed_before else (1.0, weight)
+    return (*step, weight, before, after, *correction)
 
 
 def place(name: str) -> int:
     """Where a coefficient stands."""
     return NAMES.index(name)
-
-
-UNCORRECTED = {"before": 1.0, "after": 1.0, "c_ok": -math.inf, "eps": CORRECTION["eps"].default}
-"""G = ρΔ."""

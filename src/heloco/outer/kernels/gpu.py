@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .coefficients import NAMES, UNCORRECTED, Coefficients, coefficients, place
+from .coefficients import NAMES, Coefficients, coefficients, place
 from .native import PLAIN
 
 CHUNK = 4096  # elements a program takes at once: 16 for each of its threads, in loads of 16 bytes
@@ -226,7 +226,7 @@ class BlockKernels:
 
     def statistics(self) -> npt.NDArray[np.float64]:
         """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
-        sums, _ = self._decide(self.table([coefficients(**UNCORRECTED)], [0] * self._blocks))
+        sums, _ = self._decide(self.table([coefficients()], [0] * self._blocks))
         return sums.cpu().numpy()
 
     def update(self, rules: npt.ArrayLike) -> None:
