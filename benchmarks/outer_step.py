@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from heloco.outer import MLA, HeLoCo
+from heloco.outer.heloco import heloco_step
 from heloco.outer.kernels import native
 
 LR, MU = 0.7, 0.9
@@ -51,26 +52,13 @@ MODELS = {
 
 
 def plain_step(parameters: list[Tensor], momenta: list[Tensor]) -> None:
-    """Algorithm 2 and the step as one would write them down, block by block with temporaries (`printed`, default constants)."""
-    c_ok, k_s, k_d, kappa, beta_max, eps = 0.2, 0.5, 1.0, 3.0, 0.5, 1e-8
+    """The equations as they stand, block by block with temporaries."""
     with torch.no_grad():
         for p, m in zip(parameters, momenta, strict=True):
-            u = p.grad
-            assert u is not None
-            u_norm, m_norm = u.norm().item(), m.norm().item()
-            g = u
-            if u_norm >= eps and m_norm >= eps:
-                u_hat, v_hat = u / u_norm, m / m_norm
-                c = (u_hat * v_hat).sum().item()
-                conf = u_norm / (u_norm + kappa * m_norm + eps)
-                if c < 0:
-                    g = u - min(k_s * -c * conf, beta_max) * c * u_norm * v_hat
-                elif c < c_ok:
-                    lam = min(k_d * (1 - c) * conf, 1.0)
-                    mixed = (1 - lam) * u_hat + lam * v_hat
-                    g = u_norm * mixed / max(mixed.norm().item(), eps)
-            m.copy_(MU * m + (1 - MU) * g)
-            p.copy_(p - LR * (g + MU * m))
+            assert p.grad is not None
+            theta, momentum = heloco_step(p, m, p.grad, 1.0, lr=LR, momentum=MU)
+            p.copy_(theta)
+            m.copy_(momentum)
 
 
 class Contender(NamedTuple):
@@ -87,13 +75,13 @@ def sharing(optimizer: torch.optim.Optimizer, parameters: list[Tensor], momenta:
 
 
 def contenders(parameters: list[Tensor], momenta: list[Tensor]) -> tuple[list[Contender], HeLoCo]:
-    heloco = HeLoCo(parameters, LR, MU)
+    heloco = HeLoCo(parameters, lr=LR, momentum=MU)
     ways: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
     found = [
         Contender(f"SGD {way}", 5, sharing(SGD(parameters, LR, MU, nesterov=True, **kw), parameters, momenta))
         for way, kw in ways.items()
     ]
-    found.append(Contender("MLA", 7, sharing(MLA(parameters, LR, MU), parameters, momenta)))
+    found.append(Contender("MLA", 7, sharing(MLA(parameters, lr=LR, momentum=MU), parameters, momenta)))
     found.append(Contender("HeLoCo", 7, sharing(heloco, parameters, momenta)))
     found.append(Contender("HeLoCo, plain version", None, lambda: plain_step(parameters, momenta)))
     return found, heloco

@@ -120,7 +120,7 @@ def measure(name: str, config: GPTConfig, repeats: int) -> dict[str, Any]:
 
     parameters, momenta = model(config)
     count = sum(p.numel() for p in parameters)
-    heloco = HeLoCo(parameters, LR, MU)
+    heloco = HeLoCo(parameters, lr=LR, momentum=MU)
     sgd = torch.optim.SGD(parameters, LR, MU, nesterov=True, fused=True)
     for optimizer in (heloco, sgd):
         for p, m in zip(parameters, momenta, strict=True):
@@ -131,11 +131,9 @@ def measure(name: str, config: GPTConfig, repeats: int) -> dict[str, Any]:
         found["eager_portable_ms"] = eager_ms(portable(heloco.step), 5)
 
     elsewhere = torch.ones(1 << 27, device=DEVICE)
-    passes = gpu.Passes([p.detach() for p in parameters], momenta, [p.grad for p in parameters if p.grad is not None])
+    passes = gpu.BlockKernels([p.detach() for p in parameters], momenta, [p.grad for p in parameters if p.grad is not None])
     group = heloco.param_groups[0]
-    law = heloco._law(group, heloco._correction(group), 1.0)
-    assert law is not None
-    table = passes.table([law], [0] * len(parameters))
+    table = passes.table([heloco._coefficients(group, 1.0)], [0] * len(parameters))
     copy = copy_gb_s(repeats)
     step = graph_ms(lambda: passes.launch(table), repeats, elsewhere.sum)
     sums = graph_ms(lambda: passes._decide(table), repeats, elsewhere.sum)

@@ -26,7 +26,7 @@ from heloco.corpus.tokenizer_export import from_ranks  # noqa: E402
 from heloco.engine.build import build_task, load_model  # noqa: E402
 from heloco.errors import UserError  # noqa: E402
 from heloco.run import RunConfig, RunFolder, resolve, with_fields  # noqa: E402
-from heloco.run.config import read_toml  # noqa: E402
+from heloco.run.settings import read_toml  # noqa: E402
 from heloco.study.grid import digest  # noqa: E402
 from heloco.task.hf import open_hf  # noqa: E402
 

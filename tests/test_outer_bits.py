@@ -79,7 +79,7 @@ def bits(tensors: list[Tensor]) -> list[bytes]:
 def test_sums_and_updates_are_those_of_the_portable_kernels(pair, lengths, seed):
     theta, m, delta = blocks(lengths, pair, seed)
     p, n = [x.clone() for x in theta], [x.clone() for x in m]
-    ours, theirs = native.Passes(theta, m, delta), portable.Passes(p, n, delta)
+    ours, theirs = native.BlockKernels(theta, m, delta), portable.BlockKernels(p, n, delta)
     assert ours.statistics().tobytes() == theirs.statistics().tobytes()
     rules = np.random.default_rng(seed).normal(size=(len(lengths), 5))
     ours.update(rules)
@@ -93,12 +93,12 @@ def test_every_number_of_half_precision_is_read_as_torch_reads_it(dtype):
     every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
     every = every[every.isfinite()]
     p, m = [torch.zeros(every.numel())], [torch.zeros(every.numel())]
-    native.Passes(p, m, [every]).update([(1.0, 0.0, 1.0, 0.0, 1.0)])
+    native.BlockKernels(p, m, [every]).update([(1.0, 0.0, 1.0, 0.0, 1.0)])
     assert bits(m) == bits([every.float() + 0.0])  # 0·m was added: there is no −0
     assert torch.equal(p[0], -every.float())
     for strange in (torch.inf, -torch.inf, torch.nan):
         poisoned = torch.tensor([1.0, strange], dtype=dtype)
-        assert not np.isfinite(native.Passes([torch.zeros(2)], [torch.zeros(2)], [poisoned]).statistics()[0, 0])
+        assert not np.isfinite(native.BlockKernels([torch.zeros(2)], [torch.zeros(2)], [poisoned]).statistics()[0, 0])
 
 
 def test_sums_have_no_negative_zero():
@@ -106,7 +106,7 @@ def test_sums_have_no_negative_zero():
     for size in (1, ROUND, ROUND + 1):
         m, delta = [torch.full((size,), -0.0)], [torch.full((size,), 1.0)]
         for kernels in (native, portable) if native.available else (portable,):
-            assert str(kernels.Passes(m, m, delta).statistics()[0, 2]) == "0.0"
+            assert str(kernels.BlockKernels(m, m, delta).statistics()[0, 2]) == "0.0"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -118,7 +118,7 @@ def test_the_number_of_threads_does_not_show_in_any_bit_of_a_pass(kernels, pair,
     for count in THREADS:
         threads(count)
         theta, m, delta = blocks(LARGE, pair)
-        passes = kernels.Passes(theta, m, delta)
+        passes = kernels.BlockKernels(theta, m, delta)
         sums = passes.statistics().tobytes()
         passes.update([(0.8, 0.3, 0.7, 0.9, 0.1)] * len(LARGE))
         results.append((sums, *bits(theta + m)))

@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from heloco.outer import MLA, Correction, DelayedNesterov, HeLoCo, Nesterov, NotFinite, OuterOptimizer, kernels
+from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, NotFinite, OuterOptimizer, kernels
 from heloco.outer.correction import combine
+from heloco.outer.heloco import heloco_step
 from heloco.outer.kernels import portable
-from test_outer_correction import VARIANTS, algorithm_2, pair
+from heloco.outer.kernels.coefficients import coefficients
+from test_outer_correction import VARIANTS, pair
 from test_outer_rules import GROUPS, Equations, assert_same, feed, grouped, momenta, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,7 +113,7 @@ def near(left: list[Tensor], right: list[Tensor], ulps: float = 16, eps: float =
 @pytest.mark.parametrize("u_dtype", [torch.float32, *HALF])
 def test_sums_of_all_sizes_at_once(u_dtype: torch.dtype) -> None:
     p, m, u = blocks(SIZES, u=u_dtype)
-    for x, y, sums in zip(u, m, gpu.Passes(p, m, u).statistics(), strict=True):
+    for x, y, sums in zip(u, m, gpu.BlockKernels(p, m, u).statistics(), strict=True):
         pairs = [(x, x), (y, y), (x, y)]
         exact = [math.fsum((a.double() * b.double()).tolist()) for a, b in pairs]
         assert sums == pytest.approx(exact, rel=8 * EPS, abs=8 * EPS * math.sqrt(exact[0] * exact[1]))
@@ -122,8 +124,8 @@ def test_updates_are_those_of_the_portable_kernels(u_dtype: torch.dtype) -> None
     p, m, u = blocks(SIZES, u=u_dtype)
     q, n = copies(p, m)
     rules = [(0.8 + 0.1 * i, 0.3 * (i % 2), 0.7, 0.9, 0.1 + 0.05 * i) for i in range(len(SIZES))]
-    gpu.Passes(p, m, u).update(rules)
-    portable.Passes(q, n, u).update(rules)
+    gpu.BlockKernels(p, m, u).update(rules)
+    portable.BlockKernels(q, n, u).update(rules)
     near(m, n, 4)
     near(p, q, 8)
 
@@ -132,10 +134,10 @@ def test_updates_are_those_of_the_portable_kernels(u_dtype: torch.dtype) -> None
 def test_blocks_may_begin_anywhere_in_memory(which: tuple[int, ...]) -> None:
     lists = blocks(SIZES)
     expected = copies(*lists)
-    portable.Passes(*expected).update([RULE] * len(SIZES))
+    portable.BlockKernels(*expected).update([RULE] * len(SIZES))
     for i in which:
         lists[i] = [shifted(x) for x in lists[i]]
-    passes = gpu.Passes(*lists)
+    passes = gpu.BlockKernels(*lists)
     for (uu, mm, um), x, y in zip(passes.statistics(), lists[2], lists[1], strict=True):
         exact = [float((a.double() * b.double()).sum()) for a, b in ((x, x), (y, y), (x, y))]
         assert (uu, mm, um) == pytest.approx(exact, rel=8 * EPS, abs=8 * EPS * math.sqrt(exact[0] * exact[1]))
@@ -150,7 +152,7 @@ def test_every_element_is_updated_once_and_nothing_beyond(margin: int) -> None:
     after = mu * 2 + gain * g
     values, expected = (1.0, 2.0, 3.0), (1 - lr * (g + mu * after), after, 3.0)
     whole = [[torch.full((size + 2 * margin,), x, device=DEVICE) for size in SIZES] for x in values]
-    gpu.Passes(*([x[margin:-margin] for x in tensors] for tensors in whole)).update([RULE] * len(SIZES))
+    gpu.BlockKernels(*([x[margin:-margin] for x in tensors] for tensors in whole)).update([RULE] * len(SIZES))
     for tensors, edge, inside in zip(whole, values, expected, strict=True):
         for x in tensors:
             assert bool((x[:margin] == edge).all()) and bool((x[-margin:] == edge).all())
@@ -160,7 +162,7 @@ def test_every_element_is_updated_once_and_nothing_beyond(margin: int) -> None:
 # ---- what the GPU decides
 
 
-LAWS: list[dict[str, Any]] = [
+GROUPS_OF_CONSTANTS: list[dict[str, Any]] = [
     {},
     {"reorient": "ramp", "weigh": "before"},
     {"weigh": "before", "eps": 0.0, "kappa": 0.0, "k_d": 5.0},
@@ -175,19 +177,18 @@ COSINES = [None, -1.0, -0.7, -1e-9, 0.0, 1e-9, 0.1, 0.1999999, 0.2000001, 0.6, 0
 @pytest.mark.parametrize("weight", [1.0, 0.0, 5**-0.5, 2.5])
 def test_the_gpu_comes_to_the_decisions_of_the_host(weight: float) -> None:
     """From its own sums, and to a few roundings in double precision: whatever the case, the constants and the weight."""
-    p, m, u = at_cosines(COSINES * len(LAWS))
+    p, m, u = at_cosines(COSINES * len(GROUPS_OF_CONSTANTS))
     u[3].zero_()
-    group = {"lr": 0.7, "momentum": 0.9}
     rule = HeLoCo([torch.zeros(1)])
-    laws = [rule._law(group, Correction(**constants), weight) for constants in LAWS]
-    law_of = [i // len(COSINES) for i in range(len(p))]
-    passes = gpu.Passes(p, m, u)
-    sums, rules = passes._decide(passes.table([x for x in laws if x], law_of))
+    of_groups = [rule._coefficients({**rule.param_groups[0], **constants}, weight) for constants in GROUPS_OF_CONSTANTS]
+    group_of = [i // len(COSINES) for i in range(len(p))]
+    block_kernels = gpu.BlockKernels(p, m, u)
+    sums, rules = block_kernels._decide(block_kernels.table(of_groups, group_of))
     finite, *numbers = rules.tolist()
     cases = set()
     assert finite == 1
     for i, of_block in enumerate(sums.tolist()):
-        a, b, outcome = combine(*of_block, Correction(**LAWS[law_of[i]]), weight)
+        a, b, outcome = combine(*of_block, weight, **GROUPS_OF_CONSTANTS[group_of[i]])
         assert numbers[5 * i : 5 * i + 5] == pytest.approx([a, b, 0.7, 0.9, 1 - 0.9], rel=1e-15, abs=0)
         cases.add(outcome.case)
     assert cases == {"skipped", "kept", "damped", "turned"}
@@ -199,9 +200,10 @@ def test_a_step_is_algorithms_1_and_2(variant: dict[str, Any], weight: float) ->
     p, m, u = at_cosines([None, -0.9, -0.1, 0.05, 0.15, 0.5, 1.0], size=gpu.TAIL + 3)
     expected_p, expected_m = [], []
     for x, y, z in zip(p, m, u, strict=True):
-        g = algorithm_2(z.double().cpu(), y.double().cpu(), weight, **variant)
-        expected_m.append(0.9 * y.double().cpu() + (1 - 0.9) * g)
-        expected_p.append(x.double().cpu() - 0.7 * (g + 0.9 * expected_m[-1]))
+        block = (t.double().cpu() for t in (x, y, z))
+        new_p, new_m = heloco_step(*block, weight, lr=0.7, momentum=0.9, **variant)
+        expected_p.append(new_p)
+        expected_m.append(new_m)
     params = parameters(p)
     optimizer = with_state(HeLoCo(params, **variant), params, m, u)
     optimizer.step(weight=weight)
@@ -435,13 +437,13 @@ def test_a_step_is_three_launches_and_waits_once() -> None:
 
 @only_on_a_gpu
 def test_the_launches_wait_for_nothing() -> None:
-    passes = gpu.Passes(*blocks(SIZES))
-    law = kernels.NO_CORRECTION
-    passes.launch(passes.table([law], [0] * len(SIZES)))  # whatever comes into being once
+    passes = gpu.BlockKernels(*blocks(SIZES))
+    plain = coefficients()
+    passes.launch(passes.table([plain], [0] * len(SIZES)))  # whatever comes into being once
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        passes.launch(passes.table([law], [0] * len(SIZES)))
+        passes.launch(passes.table([plain], [0] * len(SIZES)))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

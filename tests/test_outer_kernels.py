@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from heloco.outer import MLA, HeLoCo, Nesterov, NotFinite
-from heloco.outer.kernels import alike, native, portable
+from heloco.outer.heloco import heloco_step
+from heloco.outer.kernels import are_homogeneous, native, portable
 from heloco.outer.kernels.order import LANES, PIECE, ROWS
-from test_outer_correction import algorithm_2
 
 ROUND = ROWS * LANES  # a piece is filled up with zeros to a multiple of it
 SIZES = [0, 1, 2, 7, LANES + 1, ROUND - 1, ROUND, ROUND + 1, 9 * ROUND + 5, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE + 5]
@@ -52,7 +52,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 def test_sums_of_all_sizes_at_once(kernels: Any, dtype: torch.dtype) -> None:
     u, m = blocks(SIZES, dtype, count=2)
     few = 4 * torch.finfo(torch.float64).eps  # whatever the precision of the blocks
-    for x, y, sums in zip(u, m, kernels.Passes(m, m, u).statistics(), strict=True):
+    for x, y, sums in zip(u, m, kernels.BlockKernels(m, m, u).statistics(), strict=True):
         exact = exact_sums(x, y)
         assert sums == pytest.approx(exact, rel=few, abs=few * math.sqrt(exact[0] * exact[1]))
 
@@ -62,7 +62,7 @@ def test_float32_sums_over_millions_are_those_of_double(kernels: Any) -> None:
     [u], [m] = blocks([2_000_003], torch.float32, count=2)
     few = 16 * torch.finfo(torch.float64).eps
     exact = exact_sums(u, m)
-    assert kernels.Passes([m], [m], [u]).statistics()[0] == pytest.approx(exact, rel=few, abs=few * exact[0])
+    assert kernels.BlockKernels([m], [m], [u]).statistics()[0] == pytest.approx(exact, rel=few, abs=few * exact[0])
 
 
 @compiled
@@ -70,7 +70,7 @@ def test_float32_sums_over_millions_are_those_of_double(kernels: Any) -> None:
 def test_every_element_is_updated_once_and_nothing_beyond(dtype: torch.dtype) -> None:
     for size in SIZES:
         p, m, u = ([torch.full((size + 2,), x, dtype=dtype)] for x in (1.0, 2.0, 3.0))
-        native.Passes(*([x[1:-1] for x in tensors] for tensors in (p, m, u))).update([RULE])
+        native.BlockKernels(*([x[1:-1] for x in tensors] for tensors in (p, m, u))).update([RULE])
         a, b, lr, mu, gain = RULE
         g = a * 3 + b * 2
         after = mu * 2 + gain * g
@@ -87,7 +87,7 @@ def test_not_finite_numbers_show_in_the_sums_wherever_they_stand(kernels: Any, d
         for poison in (math.nan, math.inf, -math.inf):
             poisoned = u.clone()
             poisoned[place] = poison
-            assert not math.isfinite(kernels.Passes([m], [m], [poisoned]).statistics()[0][0])
+            assert not math.isfinite(kernels.BlockKernels([m], [m], [poisoned]).statistics()[0][0])
 
 
 # Which kernels serve which blocks
@@ -114,11 +114,11 @@ def test_compiled_kernels_serve_plain_contiguous_blocks() -> None:
 
 def test_the_first_tensor_speaks_for_plain_contiguous_ones_of_one_precision_and_device() -> None:
     x = torch.ones(3, 3)
-    assert alike([x]) and alike([x, torch.nn.Parameter(x), torch.ones(()), torch.ones(0, 2), x[1:]])
-    assert alike([x.bfloat16(), x.bfloat16()]) and alike([x.to("meta"), x.to("meta")])
+    assert are_homogeneous([x]) and are_homogeneous([x, torch.nn.Parameter(x), torch.ones(()), torch.ones(0, 2), x[1:]])
+    assert are_homogeneous([x.bfloat16(), x.bfloat16()]) and are_homogeneous([x.to("meta"), x.to("meta")])
     for other in (x.double(), x.half(), x.t()[:2], x[:, ::2], x.to("meta"), x.as_subclass(Wrapped)):
-        assert not alike([x, other]) and not alike([other, x])
-    assert not alike([])
+        assert not are_homogeneous([x, other]) and not are_homogeneous([other, x])
+    assert not are_homogeneous([])
 
 
 UNSERVED = {
@@ -141,9 +141,7 @@ def test_other_blocks_go_through_the_portable_kernels(kind: str, monkeypatch: py
     for delta in deltas:
         p.grad = delta
         optimizer.step()
-        g = algorithm_2(delta.double(), v)
-        v = 0.9 * v + (1 - 0.9) * g
-        expected = expected - 0.7 * (g + 0.9 * v)
+        expected, v = heloco_step(expected, v, delta.double(), 1.0, lr=0.7, momentum=0.9)
     torch.testing.assert_close(momentum.double(), v, rtol=1e-5, atol=1e-5, check_stride=False)
     torch.testing.assert_close(p.detach().double(), expected, rtol=0, atol=1e-5, check_stride=False)
 

@@ -13,7 +13,11 @@ import torch
 from torch import Tensor
 
 from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, NotFinite, OuterOptimizer
-from test_outer_correction import VARIANTS, algorithm_2, pair
+from heloco.outer.delayed_nesterov import delayed_nesterov_step
+from heloco.outer.heloco import heloco_start, heloco_step
+from heloco.outer.mla import mla_step
+from heloco.outer.nesterov import nesterov_step
+from test_outer_correction import VARIANTS, pair
 
 F64 = torch.float64
 RULES: dict[str, Callable[..., OuterOptimizer]] = {
@@ -80,8 +84,11 @@ def assert_near(left: list[Tensor], right: list[Tensor]) -> None:
         torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
 
+STEPS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {"nesterov": nesterov_step, "mla": mla_step, "heloco": heloco_step}
+
+
 class Equations:
-    """One block under one rule of the table."""
+    """One block under one rule, by the rule's pure function."""
 
     def __init__(self, rule: str, theta: Tensor, lr: float = 0.7, momentum: float = 0.9, **constants: Any) -> None:
         self.rule, self.lr, self.mu, self.constants = rule, lr, momentum, constants
@@ -89,23 +96,16 @@ class Equations:
         self.total, self.t = torch.zeros_like(theta), 0
 
     def arrive(self, delta: Tensor, rho: float = 1.0) -> None:
-        lr, mu = self.lr, self.mu
+        knobs = {"lr": self.lr, "momentum": self.mu, **self.constants}
         if self.rule == "delayed":
-            n, c = self.constants["delay"], self.constants["c"]
-            g = rho * delta
-            self.total, self.t = self.total + g, self.t + 1
-            if self.t % n == 0:
-                self.m, self.total = mu * self.m + self.total / n, torch.zeros_like(g)
-                self.theta = self.theta - lr * ((1 - c * n + c) * mu * self.m + g / n)
-            else:
-                self.theta = self.theta - lr * (c * mu * self.m + g / n)
-            return
-        g = algorithm_2(delta, self.m, rho, **self.constants) if self.rule == "heloco" else rho * delta
-        self.m = mu * self.m + (g if self.rule == "nesterov" else (1 - mu) * g)
-        self.theta = self.theta - lr * (g + mu * self.m)
+            self.t += 1
+            moved = delayed_nesterov_step(self.theta, self.m, self.total, delta, rho, self.t, **knobs)
+            self.theta, self.m, self.total = moved
+        else:
+            self.theta, self.m = STEPS[self.rule](self.theta, self.m, delta, rho, **knobs)
 
     def lookahead(self) -> Tensor:
-        return self.theta - self.lr * self.mu * self.m
+        return heloco_start(self.theta, self.m, lr=self.lr, momentum=self.mu)
 
 
 def follow(optimizer: OuterOptimizer, params: list[Tensor], reference: list[Equations], weights: list[float]) -> set[str]:

@@ -18,7 +18,8 @@ from heloco.cli.main import parser
 from heloco.cli.study import split_names
 from heloco.engine.simulate import simulate
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import FIELDS, RECIPES
+from heloco.run.config import RECIPES
+from heloco.run.settings import setting_sections
 from heloco.study.grid import grid
 from heloco.study.spec import load_study, names
 
@@ -227,7 +228,7 @@ def test_the_python_uses_what_the_package_has(readme):
             given = {keyword.arg for keyword in node.keywords}
             made = getattr(package, node.func.attr, None) if ast.unparse(node.func).startswith("heloco.") else None
             if made is simulate:
-                assert given <= {"method", "paces", *FIELDS}
+                assert given <= setting_sections().keys()
             elif made is not None:
                 assert given <= set(inspect.signature(made).parameters)
 

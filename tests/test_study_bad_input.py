@@ -198,7 +198,7 @@ def test_a_damaged_or_foreign_run_is_named(tmp_path, tiny):
         ('like = "table1"', "like = 3", "like must be a text."),
         ("arrivals = 5", "arrivls = 5", "There is no setting 'arrivls'; did you mean 'arrivals'?"),
         ("mla = {}", "mla = 3", "'mla' must be a table of settings."),
-        ("mla = {}", "mlaa = {}", "There is no method 'mlaa'; did you mean 'mla'?"),
+        ("mla = {}", "mlaa = {}", "There is no method 'mlaa' here; did you mean 'mla'?"),
         ("mla = {}", 'mla = { rows = ["1,1"] }', "there is no row '1,1'; did you mean '1,1,1,1,1'?"),
         ("[1, 1, 1, 1, 1]", '"fast"', "paces cannot be 'fast'"),
         (

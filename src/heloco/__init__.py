@@ -20,12 +20,17 @@ _HOME = {
     "Nesterov": "heloco.outer",
     "DelayedNesterov": "heloco.outer",
     "OuterOptimizer": "heloco.outer",
-    "Correction": "heloco.outer",
     "Outcome": "heloco.outer",
     "NotFinite": "heloco.outer",
     "correct": "heloco.outer",
     "examine": "heloco.outer",
     "METHODS": "heloco.methods",
+    "Method": "heloco.methods",
+    "register_method": "heloco.methods",
+    "register_weight": "heloco.policy",
+    "register_shards": "heloco.policy",
+    "register_task": "heloco.task",
+    "Knob": "heloco.knobs",
     "Round": "heloco.synchronizer",
     "Contribution": "heloco.synchronizer",
     "Arrival": "heloco.synchronizer",
@@ -53,9 +58,11 @@ if TYPE_CHECKING:
     from heloco.engine.simulation import Simulation as Simulation
     from heloco.errors import RunStopped as RunStopped
     from heloco.errors import UserError as UserError
+    from heloco.knobs import Knob as Knob
     from heloco.methods import METHODS as METHODS
+    from heloco.methods import Method as Method
+    from heloco.methods import register_method as register_method
     from heloco.outer import MLA as MLA
-    from heloco.outer import Correction as Correction
     from heloco.outer import DelayedNesterov as DelayedNesterov
     from heloco.outer import HeLoCo as HeLoCo
     from heloco.outer import Nesterov as Nesterov
@@ -64,11 +71,14 @@ if TYPE_CHECKING:
     from heloco.outer import OuterOptimizer as OuterOptimizer
     from heloco.outer import correct as correct
     from heloco.outer import examine as examine
+    from heloco.policy import register_shards as register_shards
+    from heloco.policy import register_weight as register_weight
     from heloco.synchronizer import Arrival as Arrival
     from heloco.synchronizer import Contribution as Contribution
     from heloco.synchronizer import Round as Round
     from heloco.synchronizer import Synchronizer as Synchronizer
     from heloco.task import Task as Task
+    from heloco.task import register_task as register_task
     from heloco.task.datasets import DatasetTask as DatasetTask
 
 

@@ -1,24 +1,35 @@
 """The methods by name: an outer rule with its settings, the arrival weight it is used with, and whether it waits for all."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from heloco.errors import UserError, nearest
-from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, OuterOptimizer
+from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, OuterOptimizer, make_rule
+from heloco.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
+    """An outer rule under a name, as `--method` and `heloco.register_method` know it."""
+
     name: str
     rule: type[OuterOptimizer]
+    """An optimizer class, or a function of one block: (θ, m, Δ, ρ, knobs) -> (θ, m)."""
     options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of knobs where they differ from the rule's defaults."""
     weight: str = "base"
+    """The arrival weight that the rule is used with, unless `--weight` names another."""
     barrier: bool = False
-    about: str
-    equation: str
+    """Whether every worker waits for all others, and the rule gets the sum of their weighted pseudo-gradients."""
+    about: str = ""
+    equation: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rule", make_rule(self.rule))
+        self.check(self.options)
 
     def build(self, params: Iterable[Tensor], *, workers: int, **overrides: Any) -> OuterOptimizer:
         """The outer optimizer over `params`; overrides replace the method's own options, unknown ones are refused."""
@@ -38,12 +49,8 @@ class Method:
                 raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(known))}")
 
     def knobs(self) -> dict[str, Any]:
-        """Every setting of the rule with its value in this method."""
-        import inspect
-
-        parameters = inspect.signature(self.rule.__init__).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.name not in ("self", "params")}
-        return {**defaults, **self.options}
+        """Every knob of the rule with its value in this method."""
+        return {**{name: knob.default for name, knob in self.rule.knobs.items()}, **self.options}
 
 
 _MLA_STEP = "m ← μm + (1−μ)G,  θ ← θ − η(G + μm)"
@@ -110,10 +117,47 @@ _ALL = (
     ),
 )
 
-METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+
+def _prepare(name: str, item: Any) -> Method:
+    """A method of one's own: a `Method`, or a rule alone."""
+    method = replace(item, name=name) if isinstance(item, Method) else Method(name=name, rule=item)
+    for other in _ALL:
+        for knob in method.rule.knobs.keys() & other.rule.knobs.keys():
+            if method.rule.knobs[knob].kind != other.rule.knobs[knob].kind:
+                raise UserError(f"{name}: the knob {knob!r} of {other.name} is of another type: give yours another name.")
+    return method if method.about else replace(method, about=(method.rule.__doc__ or "").strip().partition("\n")[0])
 
 
-def get_method(name: str) -> Method:
-    if name not in METHODS:
-        raise UserError(f"There is no method {name!r}; {nearest(name, list(METHODS))} `heloco methods` describes them.")
-    return METHODS[name]
+METHODS: Registry[Method] = Registry("method", "heloco.methods", _prepare, {method.name: method for method in _ALL})
+get_method = METHODS.find
+
+
+def register_method(
+    name: str,
+    rule: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    weight: str = "base",
+    barrier: bool = False,
+    about: str = "",
+    equation: str = "",
+) -> None:
+    """Adds an outer rule of your own to this process: to `heloco.simulate`, and to all that runs in the same process.
+
+    `rule` is a function of one block in plain torch operations, or a subclass of `heloco.OuterOptimizer`:
+
+        def descent(theta, m, delta, rho, *, lr=0.5):
+            "θ ← θ − ηρΔ"
+            return theta - lr * rho * delta, m
+
+        heloco.register_method("descent", descent)
+        heloco.simulate(method="descent", lr=…)
+
+    Its parameters with defaults are the rule's knobs: settings and flags like those of the built-in rules. Other processes
+    (`heloco train`, `serve`, studies) find rules of installed packages, under the entry point group `heloco.methods`.
+    See docs/extend.md.
+    """
+    METHODS.register(
+        name,
+        Method(name=name, rule=rule, options=options or {}, weight=weight, barrier=barrier, about=about, equation=equation),
+    )

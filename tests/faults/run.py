@@ -97,7 +97,7 @@ class FaultRun:
 
     def config(self) -> str:
         from heloco.run import RunConfig, resolve, with_fields
-        from heloco.run.config import to_toml
+        from heloco.run.settings import to_toml
 
         return to_toml(resolve(with_fields(RunConfig(), self.settings())))
 

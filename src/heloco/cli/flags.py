@@ -7,7 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection
-from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin
 
 from heloco.errors import UserError, nearest
 
@@ -54,26 +54,28 @@ def field_docs(kind: type) -> dict[str, str]:
 
 
 def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    from dataclasses import fields
-
     from heloco.run.config import SECTIONS, RunConfig
+    from heloco.run.settings import NAMED, knob_settings, named_choices, setting_sections, setting_types
 
-    defaults = RunConfig()
-    for section, kind in SECTIONS.items():
-        group = parser.add_argument_group(section)
-        hints, docs = get_type_hints(kind), field_docs(kind)
-        for field in (f for f in fields(kind) if f.name not in without):
-            default = getattr(getattr(defaults, section), field.name)
-            shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
-            group.add_argument(
-                f"--{field.name.replace('_', '-')}",
-                dest=f"config.{field.name}",
-                metavar=_metavar(hints[field.name]),
-                default=argparse.SUPPRESS,
-                nargs="?" if _is_bool(hints[field.name]) else None,
-                const="true" if _is_bool(hints[field.name]) else None,
-                help=(docs.get(field.name, "") + shown).replace("%", "%%"),
-            )
+    defaults, knobs, types = RunConfig(), knob_settings(), setting_types()
+    groups = {section: parser.add_argument_group(section) for section in SECTIONS}
+    docs = {name: text for kind in SECTIONS.values() for name, text in field_docs(kind).items()}
+    docs |= {name: f"{knob.about} Unset: the method's own." for name, knob in knobs.items()}
+    for name, section in setting_sections().items():
+        if name in without:
+            continue
+        default = None if name in knobs else getattr(getattr(defaults, section), name)
+        shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
+        is_choice = name in NAMED and name != "method"  # `heloco methods` lists those
+        groups[section].add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"config.{name}",
+            metavar="{" + ",".join(named_choices(name)) + "}" if is_choice else _metavar(types[name]),
+            default=argparse.SUPPRESS,
+            nargs="?" if _is_bool(types[name]) else None,
+            const="true" if _is_bool(types[name]) else None,
+            help=(docs.get(name, "") + shown).replace("%", "%%"),
+        )
 
 
 def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -140,7 +140,8 @@ def train(parsed: argparse.Namespace) -> int:
     from heloco.engine.local import LocalRun, describe
     from heloco.errors import nearest
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.config import RECIPES, read_toml, without_derived
+    from heloco.run.config import RECIPES
+    from heloco.run.settings import read_toml, without_derived
 
     if parsed.recipe not in RECIPES:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
@@ -225,6 +226,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
     from heloco.report.mirrors import mirroring
     from heloco.report.summary import read_summary
     from heloco.report.terminal import Progress, showing, tables
+    from heloco.run.config import by_section
 
     console = Console()
     facts = folder.facts()
@@ -237,7 +239,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with mirroring(logs, folder.path, asdict(local.config)) as mirrors:
+        with mirroring(logs, folder.path, by_section(local.config)) as mirrors:
             local.observers += mirrors
             with showing(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
                 local.observers.append(progress)
@@ -274,7 +276,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
     from heloco.task import mean_scores
 
     folder = RunFolder.open(parsed.folder)
-    config = folder.config()
+    config = folder.config(for_task=True)
     state, tensors = folder.load_model()
     task = rebuild_task(config, parsed.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
@@ -298,7 +300,8 @@ def export(parsed: argparse.Namespace) -> int:
         out, without = parsed.out or folder.path / "hf", ""
         count, tokenizer = export_hf(folder, out)
         if not tokenizer:
-            without = f" Its tokenizer, {folder.config().data.tokenizer}, is not on this machine any more and was left out."
+            name = folder.config(for_task=True).data.tokenizer
+            without = f" Its tokenizer, {name}, is not on this machine any more and was left out."
         print(f"Wrote {count:,} parameters to {out}.{without}")
         return 0
     out = parsed.out or folder.path / "model.safetensors"
@@ -349,7 +352,10 @@ def schedule(parsed: argparse.Namespace) -> int:
 
 def methods(parsed: argparse.Namespace) -> int:
     from heloco.methods import METHODS
+    from heloco.run.settings import NAMED
 
+    for problem in (problem for registry in NAMED.values() for problem in registry.problems()):
+        print(f"heloco: {problem}", file=sys.stderr)
     described: list[dict[str, Any]] = [
         {
             "name": m.name, "about": m.about, "equation": m.equation, "rule": m.rule.__name__,

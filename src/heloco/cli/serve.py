@@ -95,16 +95,17 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     from heloco.cluster.server.open_run import check_served
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.config import FIELDS, read_toml, to_toml
+    from heloco.run.settings import read_toml, setting_sections, to_toml
 
     flags = given_fields(parsed)
     if parsed.run is not None and parsed.run.is_dir():
         if RunFolder.open(parsed.run).meta().get("clock") != "real":
             raise UserError(f"{parsed.run} is a simulation: `heloco resume {parsed.run}` goes on with it.")
+        sections = setting_sections()
         for name in flags:
-            if FIELDS[name] not in ("cluster", "data"):
+            if sections[name] not in ("cluster", "data"):
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
-        changes = {name: value for name, value in flags.items() if FIELDS[name] == "cluster"}
+        changes = {name: value for name, value in flags.items() if sections[name] == "cluster"}
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
         return ServeSpec(str(parsed.run), "", cluster, flags.get("data"), listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags

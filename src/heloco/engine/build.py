@@ -13,10 +13,11 @@ from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
-from heloco.policy import Drop, Weight, inner_steps, make_choice, make_guard, make_weight
+from heloco.policy import Drop, Weight, inner_steps, make_choice, make_guard, make_weight, weight_knobs
 from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
+from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
-from heloco.task import Task
+from heloco.task import BUILT_IN_TASKS, TASKS, Task
 
 HF_CONTEXT = 128
 """Tokens per sample of a Hugging Face model where nothing is said: the paper's, and not the thousands that it may be made for."""
@@ -26,6 +27,8 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
     """The task, and the config with what only the data could tell: sources, vocabulary, absolute paths; and
     what only a Hugging Face model could tell: its context and tokenizer."""
     data, model, seed = config.data, config.model, config.run.seed
+    if data.task not in BUILT_IN_TASKS:
+        return TASKS.find(data.task)(config), replace(config, data=replace(data, data=_absolute(data.data)))
     if data.task == "external":
         raise UserError("The external task is whatever model machines bring to a real run: `heloco serve --task external`.")
     if data.task == "images":
@@ -115,7 +118,7 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
 
 def _weight(config: RunConfig) -> Weight:
     name = config.outer.weight or get_method(config.outer.method).weight
-    length = {"length": config.run.arrivals} if name in ("annealed", "discounted") else {}
+    length = {"length": config.run.arrivals} if "length" in weight_knobs(name) else {}
     return make_weight(name, **weight_options(config.outer), **length)
 
 
@@ -142,6 +145,12 @@ def describe_model(task: Task, model: nn.Module) -> dict[str, Any]:
 def model_digest(task: Task) -> str:
     digest: str = getattr(task, "model_digest", "")
     return digest
+
+
+def plugins_of(config: RunConfig) -> dict[str, str]:
+    """For run.json: what the config names that comes from another installed package, and that package with its version."""
+    origins = {f"{registry.kind} {name}": registry.origin(name) for registry, name in named_in(config)}
+    return {item: package for item, package in origins.items() if package}
 
 
 def pick_device(name: str) -> torch.device:

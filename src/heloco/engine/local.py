@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_parts, describe_model, pick_device
+from heloco.engine.build import build_parts, describe_model, pick_device, plugins_of
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.inner.second_moment import shared_memory
@@ -60,6 +60,7 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: str = "virt
         "unit": task.unit,
         "task_digest": task.digest,
         "config_digest": config.digest(),
+        "plugins": plugins_of(config),
         "parameters": sum(p.numel() for p in model.parameters()),
         "shards": [{"name": shard.name, "windows": shard.windows} for shard in task.shards],
         "blocks": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],

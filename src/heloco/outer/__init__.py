@@ -1,7 +1,8 @@
-"""The outer rules, one paper formula a file: `torch.optim.Optimizer` shells over pure functions."""
+"""The outer rules, one a file: its equation as a pure function, and a `torch.optim.Optimizer` around the kernels."""
 
-from .correction import CASES, Case, Correction, Outcome, correct, examine
+from .correction import CASES, Case, Outcome, correct, examine
 from .delayed_nesterov import DelayedNesterov
+from .function_rule import FunctionRule, RuleFunction, make_rule
 from .heloco import HeLoCo
 from .mla import MLA
 from .nesterov import Nesterov
@@ -11,14 +12,16 @@ __all__ = [
     "CASES",
     "MLA",
     "Case",
-    "Correction",
     "DelayedNesterov",
+    "FunctionRule",
     "HeLoCo",
     "Nesterov",
     "NotFinite",
     "Outcome",
     "OuterOptimizer",
+    "RuleFunction",
     "ScaleBlocks",
     "correct",
     "examine",
+    "make_rule",
 ]

@@ -8,36 +8,65 @@
 c in [0, 1/N] spreads the momentum's step over the arrivals in between; Liu's default is 0. N is the number of workers.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .kernels import Passes
+from .constants import DelayKnobs
+from .kernels import BlockKernels
 from .kernels.portable import pieces
 from .optimizer import Blocks, OuterOptimizer
 
 
-class DelayedNesterov(OuterOptimizer):
-    def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, delay: int = 5, c: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "delay": delay, "c": c})
+def delayed_nesterov_step(
+    theta: Tensor, m: Tensor, total: Tensor, delta: Tensor, rho: float, arrival: int,
+    *, lr: float, momentum: float, delay: int, c: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One arrival on one block: (θ_{t+1}, m_{t+1}, S). `total` is S, and `arrival` is t+1."""
+    g = rho * delta
+    total = total + g
+    if arrival % delay == 0:
+        m = momentum * m + total / delay
+        return theta - lr * ((1 - c * delay + c) * momentum * m + g / delay), m, torch.zeros_like(total)
+    return theta - lr * (c * momentum * m + g / delay), m, total
+
+
+class DelayedNesterov(OuterOptimizer, knobs=DelayKnobs):
+    """Delayed Nesterov, Algorithm 3 of Liu et al. 2024: plain steps, and momentum at every N-th arrival.
+
+        every N-th arrival    m ← μm + (Σ of the last N ρΔ)/N,  θ ← θ − η[(1 − cN + c)μm + ρΔ/N]
+        else                  θ ← θ − η[cμm + ρΔ/N]
+
+    Method: `delayed-nesterov`, with N = the number of workers.
+
+    Knobs:
+
+    {knobs}
+
+    Example:
+
+        outer = heloco.DelayedNesterov(model.parameters(), delay=workers)
+        outer.step(pseudo_gradients=deltas)
+    """
+
+    def __init__(self, params: Any, **knobs: Unpack[DelayKnobs]) -> None:
+        super().__init__(params, knobs)
 
     def _check(self, group: dict[str, Any]) -> None:
         super()._check(group)
         delay, c = group["delay"], group["c"]
-        if delay < 1:
-            raise ValueError(f"delay is {delay!r}: the momentum must move at every N-th arrival, N ≥ 1.")
-        if not 0 <= c <= 1 / delay:
+        if c > 1 / delay:
             raise ValueError(f"c is {c!r}: it must lie between 0 and 1/delay = {1 / delay:g}.")
 
-    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:
+    def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
         tensors = zip(blocks.parameters, blocks.momenta, blocks.pseudo_gradients, strict=True)
         settings = zip(blocks.states, [self.param_groups[i] for i in blocks.group_of], blocks.a.tolist(), strict=True)
-        turns = [self._move(*of_block, *how) for of_block, how in zip(tensors, settings, strict=True)]
+        turns = [self._move(*block, *setting) for block, setting in zip(tensors, settings, strict=True)]
         # η‖G/N + share·μm‖ from the sums with the momentum as it is now
-        uu, mm, um = (passes.statistics() if any(turn for turn, _ in turns) else blocks.sums).T
-        lr, mu = blocks.laws[:2]
+        uu, mm, um = (block_kernels.statistics() if any(turn for turn, _ in turns) else blocks.sums).T
+        lr, mu = blocks.coefficients[:2]
         x, y = blocks.a / [self.param_groups[i]["delay"] for i in blocks.group_of], mu * [share for _, share in turns]
         square = x * x * uu + 2 * x * y * um + y * y * mm
         lengths: list[float] = (lr * np.sqrt(np.maximum(square, 0.0))).tolist()

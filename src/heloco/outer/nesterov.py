@@ -7,23 +7,50 @@
 This is `torch.optim.SGD(nesterov=True)` to the letter, so torch's own function does it, `fused` or not as there.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
-from .kernels import Passes
+from .constants import MomentumKnobs
+from .kernels import BlockKernels
 from .kernels.native import PLAIN
 from .optimizer import Blocks, OuterOptimizer, momentum_step_lengths
 
 
-class Nesterov(OuterOptimizer):
-    def __init__(self, params: Any, lr: float = 0.7, momentum: float = 0.9, *, fused: bool | None = None) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "fused": fused})
+def nesterov_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float, momentum: float) -> tuple[Tensor, Tensor]:
+    """One arrival on one block: (θ_{t+1}, m_{t+1})."""
+    g = rho * delta
+    m = momentum * m + g
+    return theta - lr * (g + momentum * m), m
 
-    def _apply(self, blocks: Blocks, passes: Passes) -> list[float]:
-        if passes.alike and len(self.param_groups) == 1:
+
+class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
+    """Nesterov's outer momentum, as in DiLoCo: `torch.optim.SGD(nesterov=True)` over pseudo-gradients.
+
+        m ← μm + ρΔ
+        θ ← θ − η(ρΔ + μm)
+
+    Methods: `sync-nesterov` (all workers wait, Δ is their mean) and `async-nesterov` (a step at every arrival, η .07).
+
+    Knobs:
+
+    {knobs}
+
+    `fused` is torch's own: whether SGD's fused kernel is used.
+
+    Example:
+
+        outer = heloco.Nesterov(model.parameters(), lr=0.7, momentum=0.9)
+        outer.step(weight=1 / workers, pseudo_gradients=deltas)
+    """
+
+    def __init__(self, params: Any, *, fused: bool | None = None, **knobs: Unpack[MomentumKnobs]) -> None:
+        super().__init__(params, knobs, fused=fused)
+
+    def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
+        if block_kernels.is_homogeneous and len(self.param_groups) == 1:
             self._sgd(blocks, self.param_groups[0], contiguous=True)
         else:
             self._by_kind(blocks)

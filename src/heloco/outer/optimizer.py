@@ -1,8 +1,9 @@
 """The shell around the outer rules: a `torch.optim.Optimizer` whose gradients are pseudo-gradients."""
 
+import inspect
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, ClassVar, overload
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heloco.dtypes import CAN_BE_TRAINED, HALF, TRAINABLE
+from heloco.knobs import Knobs, declared_knobs, described, filled, knobs_of_signature
 
 from . import kernels
-from .correction import Correction, Outcome, combine_all, law
+from .correction import Outcome, combine_all
 from .kernels import Numbers
+from .kernels.coefficients import Coefficients, coefficients
 from .masters import master_of, round_masters
 
 SLICE = 1 << 20
@@ -42,8 +45,8 @@ class Blocks:
     """The optimizer's state of each."""
     group_of: list[int]
     """The number of each block's parameter group."""
-    laws: Numbers
-    """The fields of `kernels.Law`, each a row with a number for each block."""
+    coefficients: Numbers
+    """A row for each of `kernels.coefficients.NAMES`, with a number for each block."""
     sums: Numbers
     """Δ·Δ, m·m and Δ·m before the step, a row for each block."""
     a: Numbers
@@ -53,7 +56,8 @@ class Blocks:
     def pick(self, indices: list[int]) -> "Blocks":
         p, m, u = ([column[i] for i in indices] for column in (self.parameters, self.momenta, self.pseudo_gradients))
         states, group_of = [self.states[i] for i in indices], [self.group_of[i] for i in indices]
-        return Blocks(p, m, u, states, group_of, self.laws[:, indices], self.sums[indices], self.a[indices], self.b[indices])
+        numbers = self.coefficients[:, indices], self.sums[indices], self.a[indices], self.b[indices]
+        return Blocks(p, m, u, states, group_of, *numbers)
 
 
 _plain_add_param_group = getattr(Optimizer.add_param_group, "__wrapped__", Optimizer.add_param_group)
@@ -70,13 +74,30 @@ class OuterOptimizer(Optimizer):
     `movements` how far it moved (‖θ_{t+1} − θ_t‖).
     """
 
-    in_one_go: ClassVar[bool] = False
+    has_fused_step: ClassVar[bool] = False
     """Whether the rule's whole step is `momentum_step`, which some kernels make together with the sums it is decided by."""
+    knobs: ClassVar[Knobs] = {}
+    """The rule's constants by name, from the declaration that its class statement names, or else from its own `__init__`."""
     outcomes: list[Outcome]
     movements: list[float]
 
-    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        super().__init__(params, defaults)
+    def __init_subclass__(cls, knobs: Any = None, **defaults: Any) -> None:
+        """Derives the class's knobs, signature and docstring from their declaration, with other `defaults` for some."""
+        super().__init_subclass__()
+        if knobs is not None:
+            cls.knobs = declared_knobs(knobs, **defaults)
+            explicit = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            derived = [inspect.Parameter(k.name, keyword, default=k.default, annotation=k.kind) for k in cls.knobs.values()]
+            cls.__signature__ = inspect.Signature([*explicit[1:], *derived])  # type: ignore[attr-defined]
+        elif "__init__" in cls.__dict__:
+            cls.knobs = knobs_of_signature(cls.__init__)
+        if cls.__doc__:
+            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{knobs}", described(cls.knobs))
+
+    def __init__(self, params: Any, given: Mapping[str, Any], **others: Any) -> None:
+        """`given`: values of knobs. `others`: what else each parameter group holds."""
+        super().__init__(params, {**filled(self.knobs, given), **others})
         self.outcomes = []
         self.movements = []
 
@@ -99,25 +120,28 @@ class OuterOptimizer(Optimizer):
 
     def _check(self, group: dict[str, Any]) -> None:
         """Refuses a parameter group's settings outside their range."""
-        lr, momentum = group["lr"], group["momentum"]
-        if not 0 <= lr < math.inf:
-            raise ValueError(f"lr is {lr!r}: the outer learning rate must be a finite number ≥ 0.")
-        if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum!r}: the outer momentum must lie in [0, 1).")
+        for name, knob in self.knobs.items():
+            knob.check(group[name])
 
     @abstractmethod
-    def _apply(self, blocks: Blocks, passes: kernels.Passes) -> list[float]:
-        """The rule's equation: moves the parameters and momenta of all blocks, and says how far each parameter moved.
+    def _apply(self, blocks: Blocks, block_kernels: kernels.BlockKernels) -> list[float]:
+        """The rule's equation: moves the parameters and momenta of all blocks, and returns how far each parameter moved.
 
-        `passes` are those over just these blocks, for rules that use them; one `in_one_go` may find its blocks moved.
+        `block_kernels` are those over just these blocks, for rules that use them. If the rule `has_fused_step`, they may have
+        moved the blocks already.
         """
-
-    def _correction(self, group: dict[str, Any]) -> Correction | None:  # noqa: ARG002
-        return None
 
     def _gain(self, group: dict[str, Any]) -> float:  # noqa: ARG002
         """How much of G enters the momentum, for the rules with m = μm + gain·G."""
         return 1.0
+
+    def _step_coefficients(self, group: dict[str, Any]) -> Coefficients:
+        """lr, mu, gain."""
+        return group["lr"], group["momentum"], self._gain(group)
+
+    def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:
+        """How the blocks of a group move, in numbers alone. Without a correction: G = ρΔ."""
+        return coefficients(self._step_coefficients(group), weight=weight)
 
     @overload
     def step(
@@ -158,7 +182,7 @@ class OuterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        blocks = self._found() if pseudo_gradients is None else self._handed(pseudo_gradients)
+        blocks = self._blocks_with_grad() if pseudo_gradients is None else self._blocks_with(pseudo_gradients)
         self._step(*blocks, weight, scale)
         return loss
 
@@ -167,20 +191,20 @@ class OuterOptimizer(Optimizer):
     ) -> None:
         thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
-        passes = kernels.Passes(thetas, momenta, deltas)
-        laws = [self._law(group, self._correction(group), weight) for group in self.param_groups]
-        sums = passes.step(laws, group_of) if self.in_one_go and scale is None else None
+        block_kernels = kernels.BlockKernels(thetas, momenta, deltas)
+        of_groups = [self._coefficients(group, weight) for group in self.param_groups]
+        sums = block_kernels.step(of_groups, group_of) if self.has_fused_step and scale is None else None
         if sums is None:
-            sums = passes.statistics()
+            sums = block_kernels.statistics()
         usable = sums[:, 0] <= [LARGEST_SQUARE[m.dtype] for m in momenta]  # a NaN is not below anything
         if not usable.all():
             raise NotFinite(f"the pseudo-gradient of block {usable.argmin()} is not finite")
-        of_blocks = np.array(laws, dtype=np.float64).T.take(group_of, axis=1)
+        of_blocks = np.array(of_groups, dtype=np.float64).T.take(group_of, axis=1)
         factors = scale(sums[:, 0]) if scale is not None else ()
         a, b, self.outcomes = combine_all(_scaled(sums, factors), of_blocks)
         a = a * factors if len(factors) else a  # G = a·sΔ + b·m
         states = [self.state[p] for p in parameters]
-        self.movements = self._apply(Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b), passes)
+        self.movements = self._apply(Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b), block_kernels)
         round_masters(parameters, thetas)
 
     @torch.no_grad()
@@ -191,16 +215,16 @@ class OuterOptimizer(Optimizer):
     @torch.no_grad()
     def squares(self, pseudo_gradients: Sequence[Tensor]) -> Numbers:
         """Δ·Δ of each block, as a step would find it."""
-        _, deltas, _ = self._handed(pseudo_gradients)
+        _, deltas, _ = self._blocks_with(pseudo_gradients)
         thetas = self.thetas()
-        squares: Numbers = kernels.Passes(thetas, thetas, deltas).statistics()[:, 0]
+        squares: Numbers = kernels.BlockKernels(thetas, thetas, deltas).statistics()[:, 0]
         return squares
 
     @torch.no_grad()
     def norm(self) -> float:
         """‖θ‖."""
         thetas = self.thetas()
-        squares = kernels.Passes(thetas, thetas, thetas).statistics()[:, 0].tolist()
+        squares = kernels.BlockKernels(thetas, thetas, thetas).statistics()[:, 0].tolist()
         return math.sqrt(sum(squares))
 
     def _masters(self, parameters: list[Tensor]) -> list[Tensor]:
@@ -209,12 +233,12 @@ class OuterOptimizer(Optimizer):
             return parameters
         return [master_of(p, self.state[p]) if p.dtype in HALF else p for p in parameters]
 
-    def _found(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    def _blocks_with_grad(self) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """The parameters with a `p.grad`, these, and the number of each one's group."""
-        found = [(p, u, i) for i, group in enumerate(self.param_groups) for p in group["params"] if (u := p.grad) is not None]
-        return [p for p, _, _ in found], [u for _, u, _ in found], [i for _, _, i in found]
+        blocks = [(p, u, i) for i, group in enumerate(self.param_groups) for p in group["params"] if (u := p.grad) is not None]
+        return [p for p, _, _ in blocks], [u for _, u, _ in blocks], [i for _, _, i in blocks]
 
-    def _handed(self, pseudo_gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    def _blocks_with(self, pseudo_gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """All parameters, their pseudo-gradients, and the number of each one's group."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if list(map(_shape, parameters)) != list(map(_shape, pseudo_gradients)):
@@ -231,8 +255,8 @@ class OuterOptimizer(Optimizer):
         for group in self.param_groups:
             ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
             momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
-            own = _ahead(self._masters(group["params"]), momenta, ahead)
-            starts += own if not HALF.intersection(p.dtype for p in group["params"]) else _copies(own, group["params"])
+            of_group = _ahead(self._masters(group["params"]), momenta, ahead)
+            starts += of_group if not HALF.intersection(p.dtype for p in group["params"]) else _copies(of_group, group["params"])
         return starts
 
     @torch.no_grad()
@@ -245,17 +269,13 @@ class OuterOptimizer(Optimizer):
         [theta] = self._masters([p])
         if momentum is None:
             yield p.detach()
-        elif kernels.alike([theta, momentum]) and not kernels.on_gpu(p):
+        elif kernels.are_homogeneous([theta, momentum]) and not kernels.on_gpu(p):
             room = torch.empty(min(SLICE, p.numel()), dtype=momentum.dtype)
             parts, momenta = torch.split(theta.detach().view(-1), SLICE), torch.split(momentum.view(-1), SLICE)
             for part, m in zip(parts, momenta, strict=True):
                 yield torch.mul(m, -ahead, out=room[: part.numel()]).add_(part).to(p.dtype)
         else:
             yield _ahead([theta], [momentum], ahead)[0].to(p.dtype)
-
-    def _law(self, group: dict[str, Any], correction: Correction | None, weight: float) -> kernels.Law:
-        """How the blocks of a group move, in numbers alone."""
-        return law(correction, weight)._replace(lr=group["lr"], mu=group["momentum"], gain=self._gain(group))
 
     def _first_momentum(self, p: Tensor) -> Tensor:
         """m as it is at first: zeros, at least in float32."""
@@ -297,7 +317,7 @@ def _ahead(parameters: list[Tensor], momenta: list[Tensor | None], ahead: float)
     held = [m for m in momenta if m is not None]
     if not held:
         return _copies(parameters, parameters)
-    if len(held) < len(parameters) or not kernels.alike([*parameters, *held]):
+    if len(held) < len(parameters) or not kernels.are_homogeneous([*parameters, *held]):
         each = zip(parameters, momenta, strict=True)
         return [p.detach().clone() if m is None else p.detach() - m * ahead for p, m in each]
     if kernels.on_gpu(held[0]):
@@ -316,17 +336,17 @@ def _copies(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     return copies
 
 
-def momentum_step(blocks: Blocks, passes: kernels.Passes) -> list[float]:
+def momentum_step(blocks: Blocks, block_kernels: kernels.BlockKernels) -> list[float]:
     """m = μm + gain·G, θ −= η(G + μm) for all blocks, with G = a·Δ + b·m. Returns how far each moved."""
-    if not passes.moved:
-        passes.update(np.array([blocks.a, blocks.b, *blocks.laws[:3]]).T)
+    if not block_kernels.has_moved:
+        block_kernels.update(np.array([blocks.a, blocks.b, *blocks.coefficients[:3]]).T)
     return momentum_step_lengths(blocks)
 
 
 @np.errstate(all="ignore")
 def momentum_step_lengths(blocks: Blocks) -> list[float]:
     """η‖G + μm_{t+1}‖ from the sums: G + μm_{t+1} = xΔ + ym with x = (1 + μ·gain) a and y = b + μ(μ + gain·b)."""
-    (uu, mm, um), (lr, mu, gain) = blocks.sums.T, blocks.laws[:3]
+    (uu, mm, um), (lr, mu, gain) = blocks.sums.T, blocks.coefficients[:3]
     x, y = (1 + mu * gain) * blocks.a, blocks.b + mu * (mu + gain * blocks.b)
     square = x * x * uu + 2 * x * y * um + y * y * mm
     lengths: list[float] = (lr * np.sqrt(np.where(square > 0, square, 0.0))).tolist()

@@ -2,12 +2,12 @@
 
 from .drop import Decision, Drop
 from .norms import Judgement, NormGuard, NormHistory, make_guard
-from .shards import CHOICES, Choose, ShardView, make_choice
+from .shards import SHARD_POLICIES, Choose, ShardView, make_choice, register_shards
 from .steps import STEPS, inner_steps
-from .weight import WEIGHTS, Standing, Weight, make_weight
+from .weight import WEIGHTS, Standing, Weight, make_weight, register_weight, weight_knobs
 
 __all__ = [
-    "CHOICES",
+    "SHARD_POLICIES",
     "STEPS",
     "WEIGHTS",
     "Choose",
@@ -23,4 +23,7 @@ __all__ = [
     "make_choice",
     "make_guard",
     "make_weight",
+    "register_shards",
+    "register_weight",
+    "weight_knobs",
 ]

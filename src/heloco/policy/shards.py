@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from heloco.errors import UserError, nearest
+from heloco.errors import UserError
+from heloco.registry import Registry
 from heloco.seeds import derive
 
 
@@ -64,16 +65,55 @@ class Liu:
         return draw.choices(range(len(shards)), weights=self.probabilities(shards))[0]
 
 
-CHOICES = ("fixed", "flexible", "liu")
+def _make_fixed(workers: int, shards: int, **_: int) -> Choose:
+    if shards < workers:
+        raise UserError(
+            f"{workers} workers but only {shards} shards: give as many shards as workers, fewer paces, or --assign flexible."
+        )
+    return Fixed(workers)
+
+
+class _OwnPolicy:
+    """Makes a policy that was registered, and checks what it chooses."""
+
+    def __init__(self, name: str, policy: Any) -> None:
+        if not callable(policy):
+            raise UserError(f"The shard policy {name!r} is {policy!r}: give a function (worker, round, shards) -> shard.")
+        self.name, self.policy = name, policy
+
+    def __call__(self, **run: int) -> Choose:
+        choose = self.policy(**run) if isinstance(self.policy, type) else self.policy
+
+        def checked(worker: int, round_index: int, shards: Sequence[ShardView]) -> int:
+            shard = choose(worker, round_index, shards)
+            if not isinstance(shard, int) or not 0 <= shard < len(shards):
+                raise UserError(
+                    f"The shard policy {self.name!r} chose {shard!r}: shards are numbered from 0 to {len(shards) - 1}."
+                )
+            return shard
+
+        return checked
+
+
+SHARD_POLICIES: Registry[Callable[..., Choose]] = Registry(
+    "shard policy",
+    "heloco.shards",
+    _OwnPolicy,
+    {"fixed": _make_fixed, "flexible": lambda seed, **_: LeastVisited(seed), "liu": lambda seed, **_: Liu(seed)},
+)
+
+
+def register_shards(name: str, policy: Any) -> None:
+    """Adds a shard policy of your own to this process: a function (worker, round, shards) -> number of the shard, or a class
+    whose objects are such functions, made with the keywords workers, shards (how many there are) and seed.
+
+        heloco.register_shards("rotating", lambda worker, round, shards: (worker + round) % len(shards))
+
+    `shards` are `heloco.policy.ShardView`s. A choice must follow from what it is called with (and the seed) alone, or a run could
+    not be replayed. Installed packages: entry point group `heloco.shards`. See docs/extend.md.
+    """
+    SHARD_POLICIES.register(name, policy)
 
 
 def make_choice(name: str, *, workers: int, shards: int, seed: int) -> Choose:
-    if name not in CHOICES:
-        raise UserError(f"There is no shard assignment {name!r}; {nearest(name, CHOICES)}")
-    if name == "fixed":
-        if shards < workers:
-            raise UserError(
-                f"{workers} workers but only {shards} shards: give as many shards as workers, fewer paces, or --assign flexible."
-            )
-        return Fixed(workers)
-    return LeastVisited(seed) if name == "flexible" else Liu(seed)
+    return SHARD_POLICIES.find(name)(workers=workers, shards=shards, seed=seed)

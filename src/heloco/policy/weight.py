@@ -3,9 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from heloco.errors import UserError, nearest
+from heloco.errors import UserError
+from heloco.knobs import Knob, knobs_of_signature
+from heloco.registry import Registry
 
 
 class Standing(NamedTuple):
@@ -135,7 +137,7 @@ def _finite(name: str, value: float) -> None:
         raise UserError(f"{name} is {value!r}: give a finite number ≥ 0.")
 
 
-WEIGHTS: dict[str, Callable[..., Weight]] = {
+_BUILT_IN: dict[str, Callable[..., Weight]] = {
     "base": Base,
     "average": Average,
     "constant": Constant,
@@ -146,7 +148,47 @@ WEIGHTS: dict[str, Callable[..., Weight]] = {
 }
 
 
+class _OwnWeight:
+    """Makes a weight that was registered, and checks what it gives."""
+
+    def __init__(self, name: str, weight: Any) -> None:
+        if not callable(weight):
+            raise UserError(f"The arrival weight {name!r} is {weight!r}: give a function (standing) -> ρ.")
+        self.name, self.weight = name, weight
+
+    def __call__(self, **options: Any) -> Weight:
+        weight = self.weight(**options) if isinstance(self.weight, type) else self.weight
+
+        def checked(standing: Standing) -> float:
+            rho = weight(standing)
+            if not isinstance(rho, int | float) or not 0 <= rho < math.inf:
+                raise UserError(f"The arrival weight {self.name!r} gave {rho!r}: it must give a finite number ≥ 0.")
+            return float(rho)
+
+        return checked
+
+
+WEIGHTS: Registry[Callable[..., Weight]] = Registry("arrival weight", "heloco.weights", _OwnWeight, _BUILT_IN)
+
+
+def register_weight(name: str, weight: Any) -> None:
+    """Adds an arrival weight of your own to this process: a function (standing) -> ρ, or a class of such functions.
+
+        heloco.register_weight("halved", lambda standing: 0.5 / standing.workers)
+
+    `standing` is a `heloco.policy.Standing`. The options of a class, its parameters with defaults, are settings and flags:
+    `weight_NAME`. One called `length` gets the number of arrivals of the run. Installed packages: entry point group
+    `heloco.weights`. See docs/extend.md.
+    """
+    WEIGHTS.register(name, weight)
+
+
+def weight_knobs(name: str) -> dict[str, Knob]:
+    """The options of a weight by their own names."""
+    factory: Any = WEIGHTS.find(name)
+    weight = factory.weight if isinstance(factory, _OwnWeight) else factory
+    return knobs_of_signature(weight) if isinstance(weight, type) else {}
+
+
 def make_weight(name: str, **options: float) -> Weight:
-    if name not in WEIGHTS:
-        raise UserError(f"There is no arrival weight {name!r}; {nearest(name, list(WEIGHTS))}")
-    return WEIGHTS[name](**options)
+    return WEIGHTS.find(name)(**options)

@@ -51,6 +51,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     heloco: str = ""
     torch: str = ""
     kernels: str = ""
+    plugins: dict[str, str] = {}
+    """What the config names from other packages, such as "method mine" -> the package that brings it."""
     parameters: int = 0
     model_digest: str = ""
     """Of what describes the model outside of the run's config; empty if nothing does."""

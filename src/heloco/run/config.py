@@ -1,27 +1,26 @@
-"""A run's configuration: what is trained, by whom, under which rule. TOML on disk, one flag per field on the command line."""
+"""A run's configuration: what is trained, by whom, under which rule. `settings.py` has its settings by name, and as TOML."""
 
 import hashlib
 import json
 import math
-import tomllib
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
-from heloco.errors import UserError, nearest
+from heloco.errors import UserError
 from heloco.inner import InnerOptions
+from heloco.knobs import declared_knobs
 from heloco.methods import get_method
-from heloco.outer.heloco import CONSTANTS as HELOCO_CONSTANTS
-from heloco.policy import CHOICES, STEPS, WEIGHTS, Drop, make_guard
-from heloco.run.values import convert
+from heloco.outer.constants import DelayKnobs, HeLoCoKnobs
+from heloco.policy import SHARD_POLICIES, Drop, make_guard, weight_knobs
+from heloco.task import BUILT_IN_TASKS, TASKS
 from heloco.task.gpt import GPTConfig, preset
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    task: Literal["language", "images", "external"] = "language"
-    """What is trained: a language model on text, an image classifier on shapes drawn by code, or whatever machines bring."""
+    task: str = "language"
+    """What is trained: a language model on text, an image classifier on shapes drawn by code, whatever machines bring
+    (external), or a task of your own by its name."""
     data: str = "builtin"
     """builtin (languages made by code), a folder of text with one file or sub-folder per shard, or hf:DATASET."""
     tokenizer: str = ""
@@ -69,8 +68,8 @@ class WorkersConfig:
     """H, the inner steps of a round."""
     steps: Literal["constant", "dylu"] = "constant"
     """H for all, or DyLU: in proportion to a worker's speed."""
-    assign: Literal["fixed", "flexible", "liu"] = "fixed"
-    """Which shard a round takes: the worker's own, the least visited, or Liu's probability."""
+    assign: str = "fixed"
+    """Which shard a round takes: the worker's own, the least visited, Liu's probability, or a policy of your own by its name."""
     grace_s: float = 0.0
     """Virtual seconds after an arrival in which others may still join before anybody starts again."""
 
@@ -79,28 +78,10 @@ class WorkersConfig:
 class OuterConfig:
     method: str = "heloco-ramp"
     """The outer method; `heloco methods` lists them with their knobs."""
-    outer_lr: float | None = None
-    """η. This and the knobs below: unset means the method's own."""
-    momentum: float | None = None
-    """μ."""
-    lookahead: bool | None = None
-    """Whether workers start from θ − ημm."""
-    reorient: Literal["printed", "ramp"] | None = None
-    """Which λ turns weakly aligned blocks."""
-    weigh: Literal["after", "before"] | None = None
-    """Whether ρ comes after or before the correction."""
-    c_ok: float | None = None
-    k_s: float | None = None
-    k_d: float | None = None
-    kappa: float | None = None
-    beta_max: float | None = None
-    eps: float | None = None
-    c_bad: float | None = None
-    delay: int | None = None
-    """N of delayed Nesterov."""
-    c: float | None = None
-    """c of delayed Nesterov."""
-    weight: Literal["base", "average", "polynomial", "share", "constant", "annealed", "discounted"] | None = None
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """The rule's knobs that were given, by the names of their settings; once resolved, all of them. So are the options of an
+    arrival weight of the user's own. In TOML and as flags they stand among the other settings."""
+    weight: str | None = None
     """The arrival weight ρ; unset: the method's own."""
     weight_value: float | None = None
     """ρ of the constant weight."""
@@ -172,7 +153,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def digest(self) -> str:
-        sections = {section: values for section, values in asdict(self).items() if section != "cluster"}
+        sections = {section: values for section, values in by_section(self).items() if section != "cluster"}
         unused = unused_settings(self)
         deciding = {
             section: {name: value for name, value in values.items() if name not in unused} for section, values in sections.items()
@@ -188,12 +169,11 @@ PAPER: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {"default": {}, "paper": PAPER}
 
 SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(RunConfig)}
-FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind)}
-"""Field name -> section. Names are unique over the sections, so a flag needs no prefix."""
-
+FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind) if f.name != "knobs"}
+"""Field name -> section. Names are unique over the sections, so a flag needs no prefix. Knobs: see `settings.py`."""
 
 GUARD = ("norm_limit", "norm_policy")
-_RULE = tuple(f.name for f in fields(OuterConfig) if f.name not in ("method", "drop", "drop_above", *GUARD))
+WEIGHT_FIELDS = tuple(f.name for f in fields(OuterConfig) if f.name.startswith("weight_"))
 DERIVED: dict[str, tuple[str, ...]] = {
     "preset": ("width", "layers", "heads", "context", "hf"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer"),
@@ -202,9 +182,9 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "paces": ("schedule_steps",),
     "inner_steps": ("schedule_steps",),
     "arrivals": ("schedule_steps",),
-    "method": _RULE,
+    "method": ("weight", *WEIGHT_FIELDS),
 }
-"""Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
+"""Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes. A method decides knobs too."""
 WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
 """What an effective config means that has no such setting: it was written by a version without it."""
 YOUNGER = ("weight_correlation", "second_moment")
@@ -218,98 +198,40 @@ def unused_settings(config: RunConfig) -> set[str]:
     return unused | (set(GUARD) if config.outer.norm_limit == "off" else set())
 
 
-def field_types() -> dict[str, Any]:
-    return {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items()}
+def knob_setting(knob: str) -> str:
+    """The name of a rule's knob as a setting: its own, unless another section or an arrival weight may have that name."""
+    return f"outer_{knob}" if knob in FIELDS or knob.startswith("weight_") else knob
 
 
-def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
-    """The config with fields replaced by name, whatever section they are in."""
-    for name in values:
-        if name not in FIELDS:
-            raise UserError(f"There is no setting {name!r}; {nearest(name, list(FIELDS))}")
-    types = field_types()
-    for section in SECTIONS:
-        changes = {name: convert(name, value, types[name]) for name, value in values.items() if FIELDS[name] == section}
-        if changes:
-            config = replace(config, **{section: replace(getattr(config, section), **changes)})
-    return config
+_SETTINGS_OF_FIRST_RULES = {knob_setting(name): None for rule in (HeLoCoKnobs, DelayKnobs) for name in declared_knobs(rule)}
+"""Digests have held these from the first, as null where they are unset."""
 
 
-def read_toml(path: Path, overridden: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of a TOML file with the sections of RunConfig.
-
-    A run's own config.toml is effective: it also holds what was derived from other fields. What was derived from a field that
-    is `overridden` is left out, to be derived anew.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"There is no config file {path}: check the path.") from None
-    except OSError as error:
-        raise UserError(
-            f"The config file {path} cannot be read ({error.strerror}): give a TOML file that you may read."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
-    return parse_toml(text, str(path), overridden)
-
-
-def parse_toml(text: str, path: str, overridden: Iterable[str] = ()) -> dict[str, Any]:
-    """The fields of TOML text; `path` is what it is called where it is wrong."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
-    values: dict[str, Any] = {}
-    effective = document.pop("effective", False) is True
-    for section, entries in document.items():
-        if section not in SECTIONS or not isinstance(entries, dict):
-            raise UserError(f"{path}: there is no section [{section}]; {nearest(section, list(SECTIONS))}")
-        for name, value in entries.items():
-            if FIELDS.get(name) != section:
-                known = [n for n, s in FIELDS.items() if s == section]
-                raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
-            values[name] = value
-    return without_derived(WRITTEN_BEFORE | values, overridden) if effective else values
-
-
-def without_derived(values: dict[str, Any], given: Iterable[str]) -> dict[str, Any]:
-    """The values that are not derived from something that was given."""
-    stale = {derived for name in given for derived in DERIVED.get(name, ())}
-    return {name: value for name, value in values.items() if name not in stale}
-
-
-def to_toml(config: RunConfig) -> str:
-    """The config as TOML. Its values are numbers, booleans, strings and lists of them, which TOML writes as JSON does."""
-    lines = ["effective = true", ""]
-    for section, entries in asdict(config).items():
-        lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml(value)}" for name, value in entries.items() if value is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")  # the one that JSON leaves as it is
+def by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """All settings by section and name; None: unset."""
+    sections = asdict(config)
+    knobs = sections["outer"].pop("knobs")
+    sections["outer"] |= {**_SETTINGS_OF_FIRST_RULES, **knobs}
+    return sections
 
 
 def outer_knobs(config: OuterConfig) -> dict[str, Any]:
-    """The rule's settings that were given, by the rule's own names."""
-    names = (*HELOCO_CONSTANTS, "outer_lr", "momentum", "lookahead", "delay", "c")
-    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return {"lr" if name == "outer_lr" else name: value for name, value in given.items()}
+    """The rule's knobs that were given, by the rule's own names."""
+    knobs = {knob_setting(name): name for name in (s.removeprefix("outer_") for s in config.knobs)}
+    return {knobs.get(name, name): value for name, value in config.knobs.items() if not name.startswith("weight_")}
 
 
-def weight_options(config: OuterConfig) -> dict[str, float]:
+def weight_options(config: OuterConfig) -> dict[str, Any]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
-    known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
-    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "correlation")}
-    given = {name: value for name, value in given.items() if value is not None}
-    for name in given:
+    known = weight_knobs(weight)
+    given = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
+    given |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    options = {name.removeprefix("weight_"): value for name, value in given.items()}
+    for name in options:
         if name not in known:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
-    return given
+    return options
 
 
 def gpt_config(model: ModelConfig) -> GPTConfig:
@@ -322,7 +244,6 @@ def resolve(config: RunConfig) -> RunConfig:
     if not config.data.tokenizer and not (config.model.hf and config.data.task == "language"):
         config = replace(config, data=replace(config.data, tokenizer="bytes"))
     workers = _resolve_workers(config.workers)
-    method = get_method(config.outer.method)
     settings = config.run
     if settings.arrivals < 1:
         raise UserError(f"arrivals is {settings.arrivals}: a run takes in at least one contribution.")
@@ -337,21 +258,28 @@ def resolve(config: RunConfig) -> RunConfig:
         if not 0 < getattr(config.data, name) < math.inf:
             raise UserError(f"{name} is {getattr(config.data, name)}: give a finite number above 0.")
     _check_cluster(config.cluster)
-    Drop(config.outer.drop, config.outer.drop_above)
-    make_guard(config.outer.norm_limit, config.outer.norm_policy)
-    weight_options(config.outer)
-    method.check(outer_knobs(config.outer))
-    knobs = {**method.knobs(), **outer_knobs(config.outer)}
-    if "delay" in knobs and config.outer.delay is None:
-        knobs["delay"] = len(workers.paces)
-    names = {"lr": "outer_lr"}
-    known = {names.get(k, k): v for k, v in knobs.items() if names.get(k, k) in FIELDS}
-    outer = replace(config.outer, **{"weight": config.outer.weight or method.weight, **known})
+    if config.data.task not in BUILT_IN_TASKS:
+        TASKS.find(config.data.task)
+    outer = _resolve_outer(config.outer, len(workers.paces))
     inner = config.inner
     if not inner.schedule_steps:
         length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
         inner = replace(inner, schedule_steps=length)
     return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config))
+
+
+def _resolve_outer(config: OuterConfig, workers: int) -> OuterConfig:
+    method, given = get_method(config.method), outer_knobs(config)
+    Drop(config.drop, config.drop_above)
+    make_guard(config.norm_limit, config.norm_policy)
+    weight_options(config)
+    method.check(given)
+    knobs = {**method.knobs(), **given}
+    if "delay" in knobs and "delay" not in given:
+        knobs["delay"] = workers
+    of_weight = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    of_rule = {knob_setting(name): value for name, value in knobs.items()}
+    return replace(config, weight=config.weight or method.weight, knobs={**of_rule, **of_weight})
 
 
 def _check_cluster(config: ClusterConfig) -> None:
@@ -369,6 +297,8 @@ def _check_cluster(config: ClusterConfig) -> None:
 
 def _resolve_model(whole: RunConfig) -> ModelConfig:
     config = whole.model
+    if whole.data.task not in BUILT_IN_TASKS:
+        return config
     if whole.data.task == "images":
         for section, default in ((whole.data, DataConfig(task="images", tokenizer="bytes")), (config, ModelConfig())):
             for name, value in asdict(default).items():
@@ -406,5 +336,5 @@ def _resolve_workers(config: WorkersConfig) -> WorkersConfig:
         raise UserError(f"inner_steps is {config.inner_steps}: a round needs at least one step.")
     if not 0 <= config.grace_s <= 1e9:
         raise UserError(f"grace_s is {config.grace_s}: give seconds from 0 to 1e9.")
-    assert config.steps in STEPS and config.assign in CHOICES
+    SHARD_POLICIES.find(config.assign)
     return replace(config, paces=paces, workers=0)  # the paces say it: `--config` with other --paces must not contradict

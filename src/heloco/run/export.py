@@ -52,9 +52,9 @@ def _name_tensors(facts: RunFacts, tensors: Mapping[str, Tensor]) -> tuple[dict[
 def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
     """Writes a folder for `AutoModelForCausalLM.from_pretrained`, whole or not at all; returns the number of parameters, and
     whether the tokenizer is there too."""
-    config = folder.config()
+    config = folder.config(for_task=True)
     if config.data.task != "language":
-        raise UserError("The run's model classifies images, for which there is no Hugging Face form: use --format safetensors.")
+        raise UserError(f"There is no Hugging Face form of the task {config.data.task}: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no empty folder: choose another --out.")
     named, count = _name_tensors(folder.facts(), folder.load_model()[1])

@@ -17,8 +17,10 @@ from heloco.records.lines import Lines
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
+from heloco.registry import NotInstalled
 from heloco.run import checkpoint
-from heloco.run.config import RunConfig, read_toml, resolve, to_toml, with_fields
+from heloco.run.config import RunConfig, resolve
+from heloco.run.settings import read_toml, to_toml, with_fields
 
 
 def resume_command(path: Path) -> str:
@@ -76,8 +78,18 @@ class RunFolder:
             )
         return cls(path)
 
-    def config(self) -> RunConfig:
-        return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG)))
+    def config(self, *, for_task: bool = False) -> RunConfig:
+        """The run's. `for_task`: the outer rule and the shard policy are left at their defaults, and need not be installed."""
+        try:
+            return resolve(with_fields(RunConfig(), read_toml(self.path / CONFIG, for_task=for_task)))
+        except NotInstalled as error:
+            package = self.facts().plugins.get(f"{error.kind} {error.name}")
+            if package is None:
+                raise
+            message = (
+                f"The run in {self.path} uses the {error.kind} {error.name!r}, which is not installed here: install {package}."
+            )
+            raise UserError(message) from error
 
     def facts(self) -> RunFacts:
         """What run.json says."""

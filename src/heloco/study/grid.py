@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -11,7 +11,7 @@ from heloco.errors import UserError, nearest
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import RECIPES, unused_settings
+from heloco.run.config import RECIPES, by_section, unused_settings
 from heloco.study.spec import Part, Study
 
 FORMAT = 1
@@ -131,7 +131,7 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
 
 def deciding_settings(config: RunConfig) -> dict[str, Any]:
     """The settings that decide what a run does, by name."""
-    sections = [values for section, values in asdict(config).items() if section != "cluster"]
+    sections = [values for section, values in by_section(config).items() if section != "cluster"]
     settings = {name: value for section in sections for name, value in section.items() if name not in APART}
     unused = unused_settings(config)
     return {name: value for name, value in settings.items() if value not in (None, "") and name not in unused}

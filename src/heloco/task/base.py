@@ -1,12 +1,15 @@
 """What is trained, as the rest of the package sees it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
+
+from heloco.errors import UserError
+from heloco.registry import Registry
 
 Positions = npt.NDArray[np.int64]
 Scores = dict[str, dict[str, float]]
@@ -47,6 +50,34 @@ class Task(Protocol):
     def units(self, batch: Any) -> int: ...
 
     def evaluate(self, model: nn.Module) -> Scores: ...
+
+
+BUILT_IN_TASKS = ("language", "images", "external")
+
+
+def _prepare(name: str, item: Any) -> Callable[[Any], Task]:
+    if not callable(item):
+        raise UserError(f"The task {name!r} is {item!r}: give a function of the run's config that returns a task.")
+    return item  # type: ignore[no-any-return]
+
+
+TASKS: Registry[Callable[[Any], Task]] = Registry("task", "heloco.tasks", _prepare, {}, reserved=BUILT_IN_TASKS)
+"""Tasks that are not of this package."""
+
+
+def register_task(name: str, build: Callable[[Any], Task]) -> None:
+    """Adds a task of your own to this process: a function of the run's config that returns a `heloco.Task`.
+
+        def build(config):
+            return heloco.DatasetTask(model, loss, shards={"a": data_a, "b": data_b}, seed=config.run.seed)
+
+        heloco.register_task("mine", build)
+        heloco.simulate("mine", paces=[1, 4])
+
+    The config has the run's settings by section: `config.run.seed`, `config.data.data` (what `--data` says), and so on. The same
+    config must give the same task in every process. Installed packages: entry point group `heloco.tasks`. See docs/extend.md.
+    """
+    TASKS.register(name, build)
 
 
 def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from heloco.cluster.protocol.messages import ContributionReport, RunInfo
 from heloco.engine.build import build_task, model_digest, pick_device
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
-from heloco.run.config import RunConfig, parse_toml, resolve, with_fields
+from heloco.run.config import RunConfig, resolve
+from heloco.run.settings import parse_toml, with_fields
 from heloco.synchronizer import Contribution, Round
 from heloco.task import Task
 from heloco.wire import blocks
@@ -30,7 +31,7 @@ def task_of(info: RunInfo, *, progress: Any = None, **here: str | None) -> tuple
     data, tokenizer or hf are."""
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
-    values = parse_toml(info.config, "the run's config")
+    values = parse_toml(info.config, "the run's config", for_task=True)
     if here.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
         values["tokenizer"] = ""  # the model's own
     values |= {"device": "auto"} | {name: value for name, value in here.items() if value is not None}

@@ -10,7 +10,8 @@ import torch
 
 from heloco.cluster.server.process import ServeSpec
 from heloco.records.run_files import META
-from heloco.run.config import RunConfig, gpt_config, parse_toml, resolve, with_fields
+from heloco.run.config import RunConfig, gpt_config, resolve
+from heloco.run.settings import parse_toml, with_fields
 from heloco.task.gpt import TinyGPT
 
 
@@ -26,7 +27,7 @@ def store_bytes(spec: ServeSpec) -> int:
     config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
     if config.data.task == "images":
         return 0
-    if config.data.task == "external" or config.model.hf:
+    if config.data.task != "language" or config.model.hf:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
     vocabulary = config.model.vocab_size or (257 if config.data.tokenizer == "bytes" else 50_257)
     with torch.device("meta"):

@@ -22,7 +22,8 @@ from heloco.engine.build import build_task
 from heloco.errors import UserError
 from heloco.records.run_files import CONFIG
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
-from heloco.run.config import FIELDS, parse_toml, to_toml
+from heloco.run.config import FIELDS
+from heloco.run.settings import parse_toml, to_toml
 
 CREDENTIALS, LISTEN = "credentials", "listen.json"
 GATEWAY = "heloco.cluster.gateway.server:open_gateway"
@@ -94,7 +95,7 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
     config = folder.config()
     if config.digest() != folder.meta()["config_digest"]:
         raise UserError(f"{path / CONFIG} is not the config this run was started with: restore it, or start a new run.")
-    changes = {n: v for n, v in parse_toml(spec.cluster, "the settings").items() if FIELDS[n] == "cluster"}
+    changes = {n: v for n, v in parse_toml(spec.cluster, "the settings").items() if FIELDS.get(n) == "cluster"}
     config = with_fields(config, changes)
     if config.data.task == "external":
         return external_run(config, path)

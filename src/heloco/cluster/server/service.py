@@ -24,7 +24,8 @@ from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore
-from heloco.run.config import RunConfig, to_toml
+from heloco.run.config import RunConfig
+from heloco.run.settings import to_toml
 
 
 class Service:

@@ -1,11 +1,10 @@
 """The two passes that every rule's step is made of, by the fastest kernels that serve each block."""
 
-import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,38 +12,14 @@ import torch
 from torch import Tensor
 
 from . import native, portable
+from .coefficients import Coefficients
 from .switch import compiled_kernels_wanted
 
 Numbers = npt.NDArray[np.float64]
 on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go through gpu.py; Triton's interpreter has others
 
 
-class Law(NamedTuple):
-    """What makes a block's rule out of its sums: for kernels that do so themselves, which know the fields by their order."""
-
-    lr: float
-    mu: float
-    gain: float
-    weight: float
-    """ρ, and what of it Δ is multiplied with before and after the correction."""
-    before: float
-    after: float
-    c_ok: float
-    """As all that follow, a field of `Correction`. Minus infinity keeps every block as it is."""
-    k_s: float = 0.0
-    k_d: float = 0.0
-    kappa: float = 0.0
-    beta_max: float = 0.0
-    eps: float = 0.0
-    c_bad: float = 0.0
-    ramp: bool = False
-    """Whether reorient is "ramp"."""
-
-
-NO_CORRECTION = Law(lr=0.0, mu=0.0, gain=0.0, weight=1.0, before=1.0, after=1.0, c_ok=-math.inf, eps=1e-8)  # G = ρΔ
-
-
-def alike(tensors: Sequence[Tensor]) -> bool:
+def are_homogeneous(tensors: Sequence[Tensor]) -> bool:
     """Whether the first of these tensors speaks for all: plain, contiguous, of one dtype and on one device.
 
     Asked of all at once, for a hundred small blocks take longer to look at one by one than to step.
@@ -60,7 +35,7 @@ def alike(tensors: Sequence[Tensor]) -> bool:
 _dtype, _device, _is_cpu = attrgetter("dtype"), attrgetter("device"), attrgetter("is_cpu")
 
 
-class Passes:
+class BlockKernels:
     """The two passes over the blocks of one step.
 
     Which kernels serve a block and where it lies is found out once and beforehand: the first pass drives everything else out of
@@ -69,47 +44,47 @@ class Passes:
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
         lists = (parameters, momenta, pseudo_gradients)
-        self.alike = all(map(alike, lists))
+        self.is_homogeneous = all(map(are_homogeneous, lists))
         """Whether the first block speaks for all, as far as kernels are concerned."""
         served: dict[tuple[ModuleType, Hashable], list[int]] = {}
         for index, block in enumerate(zip(*lists, strict=True)):
             served.setdefault(_kernels(*block), []).append(index)
-            if self.alike:
+            if self.is_homogeneous:
                 break
         every = slice(None)
         self._parts: list[tuple[Any, list[int] | slice]] = [
-            (kernels.Passes(*lists), every)
+            (kernels.BlockKernels(*lists), every)
             if len(served) == 1
-            else (kernels.Passes(*(_pick(x, indices) for x in lists)), indices)
+            else (kernels.BlockKernels(*(_pick(x, indices) for x in lists)), indices)
             for (kernels, _), indices in served.items()
         ]
         self._count = len(momenta)
-        self.moved = False
+        self.has_moved = False
         """Whether `step` was made."""
 
-    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> Numbers | None:
-        """Both passes at once, each block's rule made out of its sums by its law, where one set of kernels can do that for all.
+    def step(self, coefficients: Sequence[Coefficients], group_of: Sequence[int]) -> Numbers | None:
+        """Both passes at once, if one set of kernels serves all blocks and can decide each block's step by itself.
 
-        Δ·Δ, m·m and Δ·m of each block; or None, and nothing has happened, where the passes must be made one by one. If a Δ·Δ is
-        not finite, nothing has changed.
+        `coefficients` of each group, and `group_of` each block. Returns Δ·Δ, m·m and Δ·m of each block; or None, and nothing has
+        happened, if the passes must be made one by one. If a Δ·Δ is not finite, nothing has changed.
         """
         if len(self._parts) != 1 or not hasattr(self._parts[0][0], "step"):
             return None
-        self.moved = True
-        sums: Numbers = self._parts[0][0].step(laws, law_of)
+        self.has_moved = True
+        sums: Numbers = self._parts[0][0].step(coefficients, group_of)
         return sums
 
     def statistics(self) -> Numbers:
         """Δ·Δ, m·m and Δ·m of each block, a row each."""
-        found = np.zeros((self._count, 3))
-        for passes, indices in self._parts:
-            found[indices] = passes.statistics()
-        return found
+        sums = np.zeros((self._count, 3))
+        for part, indices in self._parts:
+            sums[indices] = part.statistics()
+        return sums
 
     def update(self, rules: Numbers) -> None:
         """g = a·Δ + b·m, m = μm + gain·g, θ −= lr(g + μm) in place, for each block's rule (a, b, lr, μ, gain)."""
-        for passes, indices in self._parts:
-            passes.update(rules[indices])
+        for part, indices in self._parts:
+            part.update(rules[indices])
 
 
 def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tuple[ModuleType, Hashable]:

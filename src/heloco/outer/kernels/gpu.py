@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import NO_CORRECTION, Law
+from .coefficients import NAMES, Coefficients, coefficients, place
 from .native import PLAIN
 
 CHUNK = 4096  # elements a program takes at once: 16 for each of its threads, in loads of 16 bytes
@@ -32,7 +32,11 @@ WARPS = 8
 TAIL = 1024  # elements at once where a chunk is shorter or its tensors are not aligned
 PARTS = 1024  # chunks whose sums `decide` adds at once
 KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-LAW = tl.constexpr(len(Law._fields))
+COEFFICIENTS = tl.constexpr(len(NAMES))
+LR, MU, GAIN = (tl.constexpr(place(name)) for name in ("lr", "mu", "gain"))
+WEIGHT, BEFORE, AFTER = (tl.constexpr(place(name)) for name in ("weight", "before", "after"))
+C_OK, K_S, K_D, KAPPA = (tl.constexpr(place(name)) for name in ("c_ok", "k_s", "k_d", "kappa"))
+BETA_MAX, EPS, C_BAD, RAMP = (tl.constexpr(place(name)) for name in ("beta_max", "eps", "c_bad", "ramp"))
 RULE = tl.constexpr(5)  # a, b, lr, μ, gain
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)  # of Δ·Δ: see `OuterOptimizer.step`
 
@@ -104,11 +108,11 @@ def _statistics(table, blocks, chunks, parts, rules, U: tl.constexpr, CHUNK: tl.
 
 
 @triton.jit
-def _combine(uu, mm, um, law):
-    """(a, b) of G = a·Δ + b·m: `combine` of correction.py, with all of its cases computed and one of them chosen."""
-    weight, before, after, c_ok = tl.load(law + 3), tl.load(law + 4), tl.load(law + 5), tl.load(law + 6)
-    k_s, k_d, kappa, beta_max = tl.load(law + 7), tl.load(law + 8), tl.load(law + 9), tl.load(law + 10)
-    eps, c_bad, ramp = tl.load(law + 11), tl.load(law + 12), tl.load(law + 13)
+def _combine(uu, mm, um, row):
+    """(a, b) of G = a·Δ + b·m: `combine_all` of correction.py, with all of its cases computed and one of them chosen."""
+    weight, before, after = tl.load(row + WEIGHT), tl.load(row + BEFORE), tl.load(row + AFTER)
+    c_ok, k_s, k_d, kappa = tl.load(row + C_OK), tl.load(row + K_S), tl.load(row + K_D), tl.load(row + KAPPA)
+    beta_max, eps, c_bad, ramp = tl.load(row + BETA_MAX), tl.load(row + EPS), tl.load(row + C_BAD), tl.load(row + RAMP)
     u, v = before * tl.sqrt(uu), tl.sqrt(mm)
     c = before * um / (u * v)
     c = tl.where(c < 1.0, c, 1.0)
@@ -148,14 +152,14 @@ def _decide(table, blocks, firsts, parts, sums, rules, PARTS: tl.constexpr):
     tl.store(sums + 3 * block + 2, um)
     tl.store(rules, 0.0, mask=(uu <= LARGEST) == 0)  # NaN is not below anything; whichever block writes, it writes the same
 
-    law = (table + 4 * blocks).to(tl.pointer_type(tl.float64)) + LAW * tl.load(table + 3 * blocks + block)
-    a, b = _combine(uu, mm, um, law)
+    row = (table + 4 * blocks).to(tl.pointer_type(tl.float64)) + COEFFICIENTS * tl.load(table + 3 * blocks + block)
+    a, b = _combine(uu, mm, um, row)
     rule = rules + 1 + RULE * block
     tl.store(rule, a)
     tl.store(rule + 1, b)
-    tl.store(rule + 2, tl.load(law))
-    tl.store(rule + 3, tl.load(law + 1))
-    tl.store(rule + 4, tl.load(law + 2))
+    tl.store(rule + 2, tl.load(row + LR))
+    tl.store(rule + 3, tl.load(row + MU))
+    tl.store(rule + 4, tl.load(row + GAIN))
 
 
 @triton.jit
@@ -210,7 +214,7 @@ def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-class Passes:
+class BlockKernels:
     """Both passes, or the whole step at once, over blocks on one GPU whose pseudo-gradients are of one dtype."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
@@ -222,22 +226,22 @@ class Passes:
 
     def statistics(self) -> npt.NDArray[np.float64]:
         """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
-        sums, _ = self._decide(self.table([NO_CORRECTION], [0] * self._blocks))
+        sums, _ = self._decide(self.table([coefficients()], [0] * self._blocks))
         return sums.cpu().numpy()
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
         self._update(self.table([], []), _upload(np.append(1.0, np.asarray(rules, dtype=np.float64)), self._device))
 
-    def step(self, laws: Sequence[Law], law_of: Sequence[int]) -> npt.NDArray[np.float64]:
+    def step(self, of_groups: Sequence[Coefficients], group_of: Sequence[int]) -> npt.NDArray[np.float64]:
         """The whole step: the sums it was decided by. Nothing has changed if a pseudo-gradient's is not finite."""
-        return self.launch(self.table(laws, law_of)).cpu().numpy()
+        return self.launch(self.table(of_groups, group_of)).cpu().numpy()
 
-    def table(self, laws: Sequence[Law], law_of: Sequence[int]) -> Tensor:
-        """What the kernels need to know, in one transfer: the addresses of all p, m and u, the law of each block, the laws."""
+    def table(self, of_groups: Sequence[Coefficients], group_of: Sequence[int]) -> Tensor:
+        """What the kernels read, in one transfer: the addresses of all p, m and u, each block's group, each group's numbers."""
         addresses = [address for tensors in self._tensors for address in map(Tensor.data_ptr, tensors)]
-        numbers = np.array(laws, dtype=np.float64).reshape(-1)
-        return _upload(np.append(np.array([*addresses, *law_of], dtype=np.int64), numbers.view(np.int64)), self._device)
+        numbers = np.array(of_groups, dtype=np.float64).reshape(-1)
+        return _upload(np.append(np.array([*addresses, *group_of], dtype=np.int64), numbers.view(np.int64)), self._device)
 
     def launch(self, table: Tensor) -> Tensor:
         """The three launches; the sums, still on the GPU."""
@@ -272,7 +276,7 @@ def works(device: int) -> bool:
     """Whether the kernels can be compiled for the GPU of this number: Triton needs a C compiler, and a GPU it knows."""
     try:
         one = [torch.ones(1, device="cpu" if device < 0 else f"cuda:{device}")]
-        return bool((Passes(one, one, one).statistics() == 1).all())
+        return bool((BlockKernels(one, one, one).statistics() == 1).all())
     except Exception as problem:  # of many kinds, from the compiler to the driver
         warnings.warn(
             f"Outer steps on this GPU take torch's operations, which are slower: Triton says {problem!r}.", stacklevel=2

@@ -61,7 +61,7 @@ def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> bool
     return True
 
 
-class Passes:
+class BlockKernels:
     """Both passes over blocks of one pair of dtypes, cut into pieces: of each its block, length and address."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:

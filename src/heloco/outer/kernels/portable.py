@@ -74,7 +74,7 @@ def _sums_elsewhere(momentum: Tensor, pseudo_gradient: Tensor) -> Tensor:
     return torch.stack([torch.dot(u, u), torch.dot(m, m), torch.dot(u, m)]).double()
 
 
-class Passes:
+class BlockKernels:
     """Both passes over blocks of any kind on one device, all of them in order or none."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
