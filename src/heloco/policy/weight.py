@@ -123,11 +123,17 @@ class Discounted(Annealed):
     of slow workers would be neglected.
     """
 
+    exponent: float = 1.0
+    floor: float = 0.0
+    early: float = 1.0
+    end: float = 0.0
+
     def __call__(self, standing: Standing) -> float:
         k = standing.workers
         n = (standing.arrivals + k) / (standing.worker_arrivals + 1)  # as if each had arrived once before: no jumps at first
-        few = min(n, k)
-        return min(1.0, k / n) / math.sqrt(few + (k * k - few) * self.cosine(standing.arrivals))
+        few = max(min(n, k), self.floor * k)
+        c = self.end + (1 - self.end) * self.cosine(standing.arrivals)
+        return min(1.0, k / n) ** self.exponent / math.sqrt(few + ((self.early * k) ** 2 - few) * c)
 
 
 def _finite(name: str, value: float) -> None:
