@@ -21,7 +21,6 @@ from statistics import median
 
 import torch
 
-from heloco.engine import local
 from heloco.engine.build import build_task, pick_device
 from heloco.engine.fleet import Fleet, Planned, host_work_first, make_member
 from heloco.engine.local import Collector, StopRequested
@@ -29,20 +28,6 @@ from heloco.study.grid import Place, digest, grid, total_steps
 from heloco.study.plan import Tasks
 from heloco.study.records import RunStore, make_record
 from heloco.study.spec import load_study
-
-_record = local.record
-
-
-def _record_with_cosine(arrival, *args, **named):  # type: ignore[no-untyped-def]
-    line = _record(arrival, *args, **named)
-    outcomes = [o for o in arrival.outcomes if o.cosine is not None]
-    uv = sum(o.cosine * o.pseudo_gradient_norm * o.momentum_norm for o in outcomes)
-    uu, vv = sum(o.pseudo_gradient_norm**2 for o in outcomes), sum(o.momentum_norm**2 for o in outcomes)
-    line["cos"] = (round(uv / math.sqrt(uu * vv), 3), float(f"{math.sqrt(uu):.3g}"), float(f"{math.sqrt(vv):.3g}")) if uu * vv else None
-    return line
-
-
-local.record = _record_with_cosine  # type: ignore[assignment]
 
 REPORT_EVERY_S = 20
 SAFETY = 0.9  # of the time that is left: what is begun after the + should also end
@@ -79,10 +64,6 @@ class Keeper:
         run, place = self.runs[key]
         record = make_record(run.config, run.task.digest, collected, reason)
         self.store.write(record)
-        folder = self.store.folder.with_name(f"{self.store.folder.name}-tapes")
-        folder.mkdir(parents=True, exist_ok=True)
-        tape = [(line["worker"], line["staleness"], line["weight"], *(line["cos"] or ())) for line in collected.tape]
-        (folder / f"{key}.json").write_text(json.dumps(tape))
         name = f"{place.row}  {place.config.workers.assign}  {place.method}  seed {place.config.run.seed}"
         print(f"{time.monotonic() - self.began:.0f} s  {name}  {record.evals.loss[-1]}", flush=True)
 

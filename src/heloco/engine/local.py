@@ -102,7 +102,6 @@ class LocalRun:
             paces_s=config.workers.paces,
             arrivals=config.run.arrivals,
             grace_s=config.workers.grace_s,
-            drift=config.outer.drift or 0.0,
             share=partial(shared_memory, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
         )
         self.units = 0

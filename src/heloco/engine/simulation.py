@@ -13,12 +13,9 @@ round at a time, or many simulations can share one device:
 """
 
 import heapq
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
@@ -38,12 +35,10 @@ class Simulation:
         arrivals: int,
         grace_s: float = 0.0,
         share: Callable[[int, list[Memory]], Memory] | None = None,
-        drift: float = 0.0,
     ) -> None:
         """`share` makes the optimizer's state that a worker starts with from its number and what each worker kept."""
         assert len(paces_s) == synchronizer.workers
         self._share = share
-        self._drift = drift
         self.synchronizer = synchronizer
         self.budget = arrivals
         self.now_ns = 0
@@ -104,8 +99,6 @@ class Simulation:
 
     def _arrive(self, worker: int) -> tuple[Arrival, Contribution]:
         contribution = self._results.pop(worker)
-        if self._drift:
-            contribution = self._compensated(contribution)
         arrival = self.synchronizer.receive(contribution)
         del self._rounds[worker]
         if arrival.verdict != "refused":
@@ -115,14 +108,6 @@ class Simulation:
         for released in arrival.released:
             heapq.heappush(self._events, (self._window_end_ns, START, released))
         return arrival, contribution
-
-    def _compensated(self, contribution: Contribution) -> Contribution:
-        """Δ − a(s − θ): a is how far a round is taken to go, s what the round started from."""
-        start, theta = self._rounds[contribution.worker].parameters, self.synchronizer.thetas
-        a = self._drift * 0.5 * (1 + math.cos(math.pi * min(1.0, contribution.version / self.budget)))
-        moved = torch._foreach_sub(theta, start)
-        delta = torch._foreach_add(list(contribution.pseudo_gradient), list(moved), alpha=a)
-        return replace(contribution, pseudo_gradient=list(delta))
 
     # ---- state: what `resume` needs beside the synchronizer's own
 

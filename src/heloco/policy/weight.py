@@ -15,6 +15,9 @@ class Standing(NamedTuple):
     worker_arrivals: int
     arrivals: int
     workers: int
+    step_share: float = 0.0
+    """The worker's part of all inner steps, counted as if each worker had handed in one more round. 0: not known, all
+    rounds are of one length."""
 
 
 class Weight(Protocol):
@@ -123,17 +126,13 @@ class Discounted(Annealed):
     of slow workers would be neglected.
     """
 
-    exponent: float = 1.0
-    floor: float = 0.0
     early: float = 1.0
-    end: float = 0.0
 
     def __call__(self, standing: Standing) -> float:
         k = standing.workers
         n = (standing.arrivals + k) / (standing.worker_arrivals + 1)  # as if each had arrived once before: no jumps at first
-        few = max(min(n, k), self.floor * k)
-        c = self.end + (1 - self.end) * self.cosine(standing.arrivals)
-        return min(1.0, k / n) ** self.exponent / math.sqrt(few + ((self.early * k) ** 2 - few) * c)
+        few = min(1 / standing.step_share if standing.step_share else n, k)
+        return min(1.0, k / n) / math.sqrt(few + ((self.early * k) ** 2 - few) * self.cosine(standing.arrivals))
 
 
 def _finite(name: str, value: float) -> None:

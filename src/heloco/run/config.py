@@ -113,8 +113,6 @@ class OuterConfig:
     weight_correlation: float | None = None
     """The annealed and discounted weights' c at the start of the run."""
     weight_early: float | None = None
-    weight_end: float | None = None
-    drift: float | None = None
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
@@ -210,7 +208,7 @@ DERIVED: dict[str, tuple[str, ...]] = {
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
 WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
 """What an effective config means that has no such setting: it was written by a version without it."""
-YOUNGER = ("weight_correlation", "second_moment", "weight_early", "weight_end", "drift")
+YOUNGER = ("weight_correlation", "second_moment", "weight_early")
 """Settings that came after runs were kept, and are unset where they are not used."""
 
 
@@ -307,7 +305,7 @@ def weight_options(config: OuterConfig) -> dict[str, float]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
-    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "correlation", "early", "end")}
+    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "correlation", "early")}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in known:
