@@ -113,6 +113,7 @@ class OuterConfig:
     weight_correlation: float | None = None
     """The annealed and discounted weights' c at the start of the run."""
     weight_early: float | None = None
+    """The discounted weight starts from 1/(this · K)."""
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
@@ -208,14 +209,16 @@ DERIVED: dict[str, tuple[str, ...]] = {
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
 WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
 """What an effective config means that has no such setting: it was written by a version without it."""
-YOUNGER = ("weight_correlation", "second_moment", "weight_early")
+YOUNGER = ("weight_correlation", "second_moment", "weight_early", "inner_momentum")
 """Settings that came after runs were kept, and are unset where they are not used."""
 
 
 def unused_settings(config: RunConfig) -> set[str]:
     """Settings that came after runs were kept and that this one does not use: its digest is the one it had without them."""
     unused = set() if config.model.hf else {"hf"}
-    unused |= {name for name in YOUNGER if not getattr(config.outer, name, None) and not getattr(config.inner, name, None)}
+    unused |= {"inner_optimizer"} if config.inner.inner_optimizer == "adamw" else set()
+    young = {name: getattr(config.outer, name, getattr(config.inner, name, None)) for name in YOUNGER}
+    unused |= {name for name, value in young.items() if value in (None, "")}
     return unused | (set(GUARD) if config.outer.norm_limit == "off" else set())
 
 
@@ -305,7 +308,8 @@ def weight_options(config: OuterConfig) -> dict[str, float]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
-    given = {name: getattr(config, f"weight_{name}") for name in ("value", "exponent", "floor", "ceiling", "correlation", "early")}
+    names = ("value", "exponent", "floor", "ceiling", "correlation", "early")
+    given = {name: getattr(config, f"weight_{name}") for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in known:

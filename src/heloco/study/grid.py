@@ -108,7 +108,8 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
     steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
     missing, arrivals = run.arrivals * workers.inner_steps, 0
     longest = -(-missing // min(steps))
-    events = schedule(paces_s=workers.paces, inner_steps=steps, arrivals=longest, grace_s=workers.grace_s)
+    barrier = get_method(config.outer.method).barrier
+    events = schedule(paces_s=workers.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=workers.grace_s)
     while missing > 0:
         missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
     every = round(run.eval_every * arrivals / run.arrivals)
