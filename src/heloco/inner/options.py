@@ -60,8 +60,6 @@ class InnerOptions:
                 raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(known)}.")
         if self.inner_optimizer not in ("adamw", "muon", "sgd"):
             raise UserError(f"inner_optimizer is {self.inner_optimizer!r}: choose adamw, muon or sgd.")
-        if self.inner_momentum is not None and self.inner_optimizer == "adamw":
-            raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
         if self.inner_momentum is not None and not 0 <= self.inner_momentum < 1:
             raise UserError(f"inner_momentum is {self.inner_momentum!r}: it must lie in [0, 1).")
         if self.second_moment and self.inner_optimizer == "sgd":

@@ -112,8 +112,6 @@ class OuterConfig:
     """The share weight's upper clip."""
     weight_correlation: float | None = None
     """The annealed and discounted weights' c at the start of the run."""
-    weight_early: float | None = None
-    """The discounted weight starts from 1/(this · K)."""
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
@@ -209,7 +207,7 @@ DERIVED: dict[str, tuple[str, ...]] = {
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes."""
 WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
 """What an effective config means that has no such setting: it was written by a version without it."""
-YOUNGER = ("weight_correlation", "second_moment", "weight_early", "inner_momentum")
+YOUNGER = ("weight_correlation", "second_moment", "inner_momentum")
 """Settings that came after runs were kept, and are unset where they are not used."""
 
 
@@ -308,7 +306,7 @@ def weight_options(config: OuterConfig) -> dict[str, float]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     known = {f.name for f in fields(WEIGHTS[weight])}  # type: ignore[arg-type]
-    names = ("value", "exponent", "floor", "ceiling", "correlation", "early")
+    names = ("value", "exponent", "floor", "ceiling", "correlation")
     given = {name: getattr(config, f"weight_{name}") for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
@@ -353,6 +351,8 @@ def resolve(config: RunConfig) -> RunConfig:
     known = {names.get(k, k): v for k, v in knobs.items() if names.get(k, k) in FIELDS}
     outer = replace(config.outer, **{"weight": config.outer.weight or method.weight, **known})
     inner = config.inner
+    if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
+        raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
     if not inner.schedule_steps:
         length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
         inner = replace(inner, schedule_steps=length)

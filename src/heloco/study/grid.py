@@ -112,6 +112,8 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
     events = schedule(paces_s=workers.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=workers.grace_s)
     while missing > 0:
         missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
+    if barrier:  # a round that not all have handed in would count for nothing
+        arrivals = -(-arrivals // len(steps)) * len(steps)
     every = round(run.eval_every * arrivals / run.arrivals)
     return replace(config, run=replace(run, arrivals=arrivals, eval_every=every))
 
