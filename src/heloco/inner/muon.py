@@ -32,7 +32,7 @@ class Muon:
                 (_, momentum), gradient = self._blocks[index], gradients[index]
                 momentum.add_((gradient - momentum) * _per_slice((1 - self._momentum) * active, momentum))
                 directions.append(torch.lerp(gradient, momentum, self._momentum))
-            orthogonal = orthogonalised(torch.cat(directions)).split(len(lr))
+            orthogonal = torch.split(orthogonalised(torch.cat(directions)), len(lr))
             size = RMS_OF_ADAMW * math.sqrt(max(rows, columns))
             for index, direction in zip(indices, orthogonal, strict=True):
                 p = self._blocks[index][0]

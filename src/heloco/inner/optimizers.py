@@ -44,7 +44,7 @@ class InnerOptimizer:
             owners[parameter].state[parameter][key] = tensor.clone()
 
     def memory(self) -> Memory:
-        places = {p: i for i, p in enumerate(self.parameters)}
+        places: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         states = [(places[p], state) for each in self.optimizers for p, state in each.state.items()]
         return {f"{i}.{key}": value for i, state in states for key, value in state.items()}
 
@@ -85,7 +85,8 @@ def hidden_matrices(model: nn.Module) -> list[bool]:
     apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in apart]
     head = getattr(model, "head", None)
-    if head is None and hasattr(model, "get_output_embeddings"):
-        head = model.get_output_embeddings()
+    find = getattr(model, "get_output_embeddings", None)
+    if head is None and callable(find):
+        head = find()
     apart |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else {id(p) for p in matrices[-1:]}
     return [p.dim() == 2 and id(p) not in apart and not is_table(p) for p in model.parameters()]
