@@ -121,6 +121,13 @@ def test_at_the_end_the_discounted_weight_is_one_over_root_n_and_less_for_who_is
     assert found == pytest.approx(weight, rel=1e-12)
 
 
+@pytest.mark.parametrize(("step_share", "weight"), [(1 / 3, 1 / math.sqrt(3)), (1 / 6, 1 / math.sqrt(5))])
+def test_under_dylu_nothing_is_discounted_and_who_does_more_steps_counts_more(step_share, weight):
+    """Paces 1,2,2,2,2: all arrive equally often, and the fast worker does a third of the steps."""
+    found = make_weight("discounted", length=300)(Standing(4, 60, 300, 5, step_share))
+    assert found == pytest.approx(weight, rel=1e-12)
+
+
 @given(own=st.integers(1, 299))
 def test_the_discounted_weight_has_no_cliff(own):
     weight = make_weight("discounted", length=600)

@@ -41,6 +41,8 @@ SETTINGS = {
     "mla-lookahead": ("--method", "mla-lookahead", "--weight", "share"),
     "kept optimizer state": ("--keep-state", "--paces", "1,1,2,2,3"),
     "shared second moment": ("--keep-state", "--second-moment", "rows", "--paces", "1,1,2,2,3"),
+    "Muon": ("--inner-optimizer", "muon", "--keep-state", "--second-moment", "rows", "--paces", "1,1,2,2,3"),
+    "SGD": ("--inner-optimizer", "sgd", "--lr", "0.05", "--keep-state", "--paces", "1,1,2,2,3"),
     "annealed weight": ("--method", "heloco-adaptive", "--assign", "flexible", "--weight", "discounted"),
     "kept state and barrier": ("--keep-state", "--method", "sync-nesterov", "--paces", "1,2,3"),
     "flexible shards": ("--assign", "flexible", "--paces", "1,2,3", "--split", "iid"),

@@ -193,6 +193,13 @@ def test_two_workers_do_a_run(ended: Path) -> None:
     assert "The run has ended: all arrivals are in" in (ended / "workers" / "0.log").read_text()
 
 
+def test_real_machines_keep_the_state_of_muon(programs: Programs, tmp_path: Path) -> None:
+    muon = ("--inner-optimizer", "muon", "--keep-state", "--arrivals", "8", "--inner-steps", "3")
+    done = programs.serve(tmp_path / "run", *SMALL, "--workers", "2", *muon).program.end()
+    assert done.code == 0, (done.out, done.err)
+    assert_whole(tmp_path / "run", 8)
+
+
 def test_replay_in_json(ended: Path) -> None:
     found = json.loads(heloco("replay", ended, "--json").out)
     assert (found["begun_at"], found["lines"], found["difference"]) == (0, 40, "")

@@ -102,6 +102,10 @@ def assert_same(stacked: Contribution, sequential: Contribution) -> None:
         {"accumulate": 3},
         {"warmup": 4, "lr_position": "run"},
         {"beta1": 0.5, "beta2": 0.9, "weight_decay": 0.0},
+        {"inner_optimizer": "sgd"},
+        {"inner_optimizer": "sgd", "inner_momentum": 0.0, "clip": 0.05},
+        {"inner_optimizer": "muon"},
+        {"inner_optimizer": "muon", "inner_momentum": 0.5, "warmup": 4},
     ],
     ids=str,
 )
@@ -158,9 +162,10 @@ def test_a_stack_is_used_again_for_other_rounds() -> None:
             assert_same(stacked, alone(job))
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("make", [own, language])
-def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task]) -> None:
-    task, options = make(), InnerOptions(**{**vars(OPTIONS), "keep_state": True})
+def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task], optimizer: str) -> None:
+    task, options = make(), InnerOptions(**{**vars(OPTIONS), "keep_state": True, "inner_optimizer": optimizer})
     jobs = jobs_of(task, options, [3, 2])
     first = StackedInner(task).run(jobs)
     sequential = [alone(job) for job in jobs]

@@ -18,7 +18,7 @@ from heloco.study.grid import deciding_settings, digest, grid, once_for_all_pace
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
 from heloco.study.results import Shown
-from heloco.study.spec import SCALES, load_study, names
+from heloco.study.spec import SCALES, Part, Study, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer
 
 RUNS = {
@@ -340,3 +340,18 @@ def test_runs_with_equal_data_model_and_seed_share_one_task():
     convergence = make_plan(load_study("convergence"), scale="small", seeds=1)
     assert len({id(run.task) for run in convergence.runs.values()}) == 2  # by source and IID
     assert plan.data == convergence.data
+
+
+@pytest.mark.parametrize("paces", [[1, 2, 2, 2, 2], [1, 6, 6, 6, 6], [1, 1, 15, 15, 15], [1, 1, 1, 1, 1]], ids=str)
+@pytest.mark.parametrize("method", ["heloco-adaptive", "sync-nesterov"])
+def test_dylu_can_go_on_until_the_steps_are_equal(paces, method):
+    settings = {"paces": paces, "inner_steps": 80, "arrivals": 300, "eval_every": 20}
+    part = Part("a", {"method": method, "steps": "dylu", "equal_steps": True}, {}, ())
+    study = Study("s", "", "", settings, {}, {"r": Part("r", {}, {}, ())}, {"a": part}, {}, [], [])
+    [place] = grid(study, scale="paper", seeds=1)
+    config = place.config
+    assert 24_000 <= total_steps(config) < 24_000 + 5 * 80
+    assert config.inner.schedule_steps == 4800  # the learning rate's course is that of the run without DyLU
+    evaluations = config.run.arrivals / config.run.eval_every
+    assert evaluations == pytest.approx(15, rel=0.05)
+    assert not get_method(method).barrier or config.run.arrivals % 5 == 0

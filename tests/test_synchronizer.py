@@ -18,7 +18,7 @@ from heloco.errors import UserError
 from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, correct
-from heloco.policy import Drop, NormGuard, make_choice, make_weight
+from heloco.policy import Drop, NormGuard, Standing, make_choice, make_weight
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
 
 F64 = torch.float64
@@ -713,3 +713,27 @@ def test_heloco_is_mla_with_look_ahead_and_correction():
     assert same(trajectory("heloco", reorient="ramp", weigh="before"), trajectory("heloco-ramp"))
     four = [trajectory("mla"), trajectory("mla-lookahead"), trajectory("heloco", lookahead=False), trajectory("heloco")]
     assert not any(same(a, b) for i, a in enumerate(four) for b in four[:i])
+
+
+def test_a_weight_is_told_the_workers_share_of_the_inner_steps():
+    """Two workers with rounds of 6 and 2 steps that take turns: after the arrival of each, three quarters and one quarter."""
+    standings = []
+
+    def weight(standing: Standing) -> float:
+        standings.append(standing)
+        return 1.0
+
+    synchronizer = Synchronizer(
+        None,
+        inner_steps=[6, 2],
+        windows_per_step=1,
+        ledger=Ledger([1000, 1000]),
+        choose_shard=make_choice("fixed", workers=2, shards=2, seed=0),
+        weight=weight,
+    )
+    for _ in range(2):
+        rounds = [synchronizer.dispatch(worker) for worker in range(2)]
+        for each in rounds:
+            synchronizer.receive(Contribution(each.worker, each.index, each.version))
+    # one more round of each is counted: 12 of 14, 4 of 16, then 18 of 22, 6 of 24
+    assert [s.step_share for s in standings] == pytest.approx([12 / 14, 4 / 16, 18 / 22, 6 / 24])

@@ -176,7 +176,7 @@ class Synchronizer:
                 f"but holds {'none' if held is None else f'round {held.index} of version {held.version}'}."
             )
         staleness = self.outer_step - held.version
-        standing = Standing(staleness, self.arrivals_of[worker] + 1, self.arrivals + 1, self.workers)
+        standing = Standing(staleness, self.arrivals_of[worker] + 1, self.arrivals + 1, self.workers, self._step_share(worker))
         weight = self.weight(standing)
         ruling = self._rule_on(contribution, held, weight)
         if ruling.verdict == "refused":
@@ -194,6 +194,11 @@ class Synchronizer:
             held.shard, held.spans, held.inner_steps, released, ruling.code, ruling.reason, ruling.clipped,
             self.outer.outcomes if stepped and self.outer else [], self.outer.movements if stepped and self.outer else [],
         )  # fmt: skip
+
+    def _step_share(self, worker: int) -> float:
+        """The arriving worker's part of all inner steps, counted as if each worker had handed in one more round."""
+        own = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
+        return own / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
 
     def _refuse(self, held: Round, staleness: int, ruling: _Ruling) -> Arrival:
         self.abandon(held.worker)

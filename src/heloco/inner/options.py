@@ -9,7 +9,7 @@ from heloco.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class InnerOptions:
-    """AdamW under a cosine; the defaults are the paper's."""
+    """An optimizer under a cosine; the defaults are the paper's."""
 
     batch_size: int = 2
     """Samples per micro-batch."""
@@ -25,12 +25,16 @@ class InnerOptions:
     """The cosine's length in inner steps of one shard; 0: the run's steps over its workers."""
     lr_position: Literal["shard", "run"] = "shard"
     """Where a round stands on the cosine: steps done on its shard (the paper), or the whole run's progress."""
+    inner_optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
+    """muon: Muon for matrices between embedding and head, AdamW for everything else."""
+    inner_momentum: float | None = None
+    """Momentum of Muon (unset: 0.95) or SGD (unset: 0.9)."""
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.01
     adam_eps: float = 1e-8
     keep_state: bool = False
-    """Whether AdamW's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
+    """Whether the optimizer's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
     second_moment: Literal["", "pooled", "rows"] = ""
     """What workers share of AdamW's kept second moment, in simulations alone. rows: each row of a table (embedding, head) is
     raised to the mean over all workers. pooled: every element is the mean over all workers. Unset: nothing."""
@@ -54,10 +58,21 @@ class InnerOptions:
         for name, known in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
             if getattr(self, name) not in known:
                 raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(known)}.")
+        if self.inner_optimizer not in ("adamw", "muon", "sgd"):
+            raise UserError(f"inner_optimizer is {self.inner_optimizer!r}: choose adamw, muon or sgd.")
+        if self.inner_momentum is not None and not 0 <= self.inner_momentum < 1:
+            raise UserError(f"inner_momentum is {self.inner_momentum!r}: it must lie in [0, 1).")
+        if self.second_moment and self.inner_optimizer == "sgd":
+            raise UserError("second_moment is about AdamW's state, and sgd has no such state: leave one of them out.")
         if self.second_moment not in ("", "pooled", "rows"):
             raise UserError(f"second_moment is {self.second_moment!r}: choose rows or pooled, or leave it out.")
         if self.second_moment and not self.keep_state:
             raise UserError("second_moment says what workers share of the state they keep: give --keep-state too.")
+
+    @property
+    def optimizer_momentum(self) -> float:
+        """Of Muon or SGD."""
+        return {"muon": 0.95}.get(self.inner_optimizer, 0.9) if self.inner_momentum is None else self.inner_momentum
 
     @property
     def windows_per_step(self) -> int:

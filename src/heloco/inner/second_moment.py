@@ -27,9 +27,10 @@ def shared_memory(how: str, beta2: float, worker: int, kept: Sequence[Memory | N
     own, there = kept[worker], [memory for memory in kept if memory]
     if own is None or len(there) < 2:
         return own
+    step = next(name for name in own if name.endswith(".step"))
     names = [name for name, moment in own.items() if name.endswith(".exp_avg_sq") and (how == "pooled" or is_table(moment))]
-    corrections = [1 - beta2 ** memory["0.step"].double() for memory in there]  # on their device: the host does not wait
-    ours = 1 - beta2 ** own["0.step"].double()
+    corrections = [1 - beta2 ** memory[step].double() for memory in there]  # on their device: the host does not wait
+    ours = 1 - beta2 ** own[step].double()
 
     def mean(moments_of: Sequence[list[Tensor]]) -> list[Tensor]:
         total: list[Tensor] = []

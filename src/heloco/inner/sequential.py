@@ -1,4 +1,4 @@
-"""The inner loop for any `nn.Module`, one round after the other: H steps of AdamW, then Δ = start − end.
+"""The inner loop for any `nn.Module`, one round after the other: H steps of the inner optimizer, then Δ = start − end.
 
 A round is a function of what it was handed: its randomness comes from the run's seed, the worker and the round, so a round that
 is run again (after a crash, on another machine of the same kind) gives the same contribution.
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from heloco.inner.optimizers import InnerOptimizer, make_optimizer
 from heloco.inner.options import InnerOptions, learning_rate
 from heloco.seeds import derive
 from heloco.synchronizer import Contribution, Round
@@ -43,7 +44,8 @@ class SequentialInner:
 
     def _run(self, handed: Round) -> Contribution:
         self._load(handed)
-        optimizer = self._optimizer(handed.memory)
+        optimizer = make_optimizer(self.options, self.model)
+        optimizer.load(handed.memory or {})
         positions = np.concatenate([np.arange(start, start + count) for start, count in handed.spans])
         steps = positions.reshape(handed.inner_steps, self.options.accumulate, self.options.batch_size)
         base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
@@ -53,8 +55,7 @@ class SequentialInner:
             for h, micro_batches in enumerate(steps):
                 if self.before_step is not None:
                     self.before_step()
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(self.options, base + h)
+                optimizer.set_lr(learning_rate(self.options, base + h))
                 batches = [self.task.batch(handed.shard, part) for part in micro_batches]
                 losses.append(self._step(optimizer, batches))
                 units += sum(map(self.task.units, batches))
@@ -69,7 +70,7 @@ class SequentialInner:
             last_loss=trace[-1],
             samples=len(positions),
             units=units,
-            memory=_state(optimizer) if self.options.keep_state else None,
+            memory=optimizer.memory() if self.options.keep_state else None,
         )
 
     def _seed(self, seed: int) -> None:
@@ -88,7 +89,7 @@ class SequentialInner:
         for ours, theirs in zip(self._buffers, handed.buffers, strict=True):
             ours.copy_(theirs)
 
-    def _step(self, optimizer: torch.optim.Optimizer, batches: Sequence[object]) -> Tensor:
+    def _step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
         """One inner step over the micro-batches; returns their mean loss, still on the device."""
         total = torch.zeros((), device=self.device)
         for batch in batches:
@@ -99,26 +100,4 @@ class SequentialInner:
         if self.options.clip:
             nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
         return total
-
-    def _optimizer(self, memory: dict[str, Tensor] | None) -> torch.optim.Optimizer:
-        options = self.options
-        optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            fused=self.device.type in ("cpu", "cuda"),
-        )
-        for name, tensor in (memory or {}).items():
-            index, key = name.split(".")
-            optimizer.state[self._parameters[int(index)]][key] = tensor.clone()
-        return optimizer
-
-
-def _state(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state as named tensors: "3.exp_avg" belongs to the fourth parameter."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {f"{i}.{key}": value for i, p in enumerate(parameters) for key, value in optimizer.state[p].items()}

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heloco.inner.adamw import SETTINGS, AdamW, adamw_factors, clipped, settings_of, without_gradient
+from heloco.inner.adamw import SETTINGS, adamw_factors, clipped, settings_of, without_gradient
 from heloco.inner.options import InnerOptions
 from heloco.inner.stacked_loss import StackedLoss
+from heloco.inner.stacked_optimizer import ADAMW_STATE, StackedOptimizer, copied, state_names
 from heloco.inner.table import Table
 from heloco.synchronizer import Contribution
 from heloco.task import to_device
@@ -24,7 +25,9 @@ class Stack:
         self, model: nn.Module, loss: StackedLoss, options: InnerOptions, size: int, steps: int, device: torch.device
     ) -> None:
         self.loss, self.options, self.size, self.steps, self.device = loss, options, size, steps, device
-        self.table = Table(loss.table, size, device) if loss.table is not None else None
+        # rows that are not read move by AdamW's rule without a gradient, see `without_gradient`; SGD takes the whole table
+        has_table = loss.table is not None and options.inner_optimizer != "sgd"
+        self.table = Table(loss.table, size, device) if loss.table is not None and has_table else None
         shapes = [(size, *p.shape) for p in model.parameters()]
         if self.table:
             shapes[self.table.index] = (size, 0, *shapes[self.table.index][2:])  # grows with what rounds read
@@ -34,8 +37,9 @@ class Stack:
 
         self.parameters = [zeros(s, p).requires_grad_() for s, p in zip(shapes, model.parameters(), strict=True)]
         self._slices = [[p.detach()[s] for p in self._whole(self.parameters)] for s in range(size)]
-        self.exp_avg = [zeros(s, p) for s, p in zip(shapes, model.parameters(), strict=True)]
-        self.exp_avg_sq = [zeros(s, p) for s, p in zip(shapes, model.parameters(), strict=True)]
+        named = zip(shapes, model.parameters(), state_names(options, model), strict=True)
+        self.states = [{name: zeros(shape, p) for name in names} for shape, p, names in named]
+        """What the optimizer keeps of each block."""
         self.buffers = [zeros((size, *b.shape), b) for b in model.buffers()]
         self.taken = torch.zeros(size, dtype=torch.float64, device=device)
         self.lr = torch.zeros(steps, size, dtype=torch.float64, device=device)
@@ -48,7 +52,7 @@ class Stack:
         self.busy = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._done: torch.cuda.Event | None = None
-        self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq)
+        self._optimizer = StackedOptimizer(options, self.parameters, self.states)
 
     # ---- load
 
@@ -83,26 +87,34 @@ class Stack:
         assert self.table
         index, rows = self.table.index, self.table.capacity
         if rows > self.parameters[index].shape[1]:
-            for group in (self.parameters, self.exp_avg, self.exp_avg_sq):
-                old = group[index]
-                group[index] = old.new_zeros(self.size, rows, *old.shape[2:]).requires_grad_(old.requires_grad)
-            self._adamw = AdamW(self.parameters, self.exp_avg, self.exp_avg_sq)
+            shape = (self.size, rows, *self.parameters[index].shape[2:])
+            self.parameters[index] = self.parameters[index].new_zeros(shape).requires_grad_()
+            self.states[index] = {name: old.new_zeros(shape) for name, old in self.states[index].items()}
+            self._optimizer = StackedOptimizer(self.options, self.parameters, self.states)
             self._graph = None  # it knew the old ones
 
     def _load_state(self, jobs: Sequence["Job"]) -> None:
-        torch._foreach_zero_([*self.exp_avg, *self.exp_avg_sq, self.taken])
+        torch._foreach_zero_([self.taken, *(moment for state in self.states for moment in state.values())])
         for s, job in enumerate(jobs):
             start = job.round.parameters
             torch._foreach_copy_(self._slices[s], self._whole(start))
             if self.table:
                 self.table.read(s, start[self.table.index], self.parameters[self.table.index][s])
             if memory := job.round.memory:
-                self.taken[s] = memory["0.step"]
-                for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-                    kept = [memory[f"{i}.{name}"] for i in range(len(moment))]
-                    torch._foreach_copy_([m[s] for m in self._whole(moment)], self._whole(kept))
-                    if self.table:
-                        self.table.read(s, kept[self.table.index], moment[self.table.index][s])
+                self._load_memory(s, memory)
+
+    def _load_memory(self, s: int, memory: dict[str, Tensor]) -> None:
+        """The state that a worker kept, into the slice of its round."""
+        step = next((kept for name, kept in memory.items() if name.endswith(".step")), None)
+        if step is not None:
+            self.taken[s] = step
+        at = self.table.index if self.table else -1
+        ours = [(moment[s], f"{i}.{name}") for i, state in enumerate(self.states) if i != at for name, moment in state.items()]
+        if ours:
+            torch._foreach_copy_([moment for moment, _ in ours], [memory[name] for _, name in ours])
+        if self.table:
+            for name, moment in self.states[at].items():
+                self.table.read(s, memory[f"{at}.{name}"], moment[s])
 
     def _whole(self, blocks: Sequence[Tensor]) -> list[Tensor]:
         """The blocks that ride whole: all but the table."""
@@ -129,7 +141,7 @@ class Stack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
-        self._adamw.recorded()
+        self._optimizer.recorded()
         self._graph = graph
 
     def begin(self, steps: int) -> None:
@@ -168,7 +180,7 @@ class Stack:
             self.taken += active
             if options.clip:
                 gradients = clipped(gradients, options.clip)
-            self._adamw.move(gradients, adamw_factors(self.taken, lr, active, self.settings))
+            self._optimizer.move(gradients, self.taken, lr, active, self.settings)
             self.at += 1
 
     # ---- results
@@ -199,7 +211,7 @@ class Stack:
             end, *moments = self._whole_table(s, job, idle[:, s, : handed.inner_steps])
             moved.insert(at, handed.parameters[at] - end)
             if memory:
-                memory |= zip((f"{at}.exp_avg", f"{at}.exp_avg_sq"), moments, strict=True)
+                memory |= zip((f"{at}.{name}" for name in ADAMW_STATE), moments, strict=True)
         return Contribution(
             handed.worker,
             handed.index,
@@ -217,10 +229,11 @@ class Stack:
         """The table and its two moments after the round: the rows that were read, and the others, which had no gradient."""
         assert self.table
         at, memory = self.table.index, job.round.memory
-        start, moments = job.round.parameters[at], (self.exp_avg[at][s], self.exp_avg_sq[at][s])
+        start, moments = job.round.parameters[at], tuple(self.states[at][name][s] for name in ADAMW_STATE)
         idle: tuple[Tensor, ...]
         if memory:
-            idle = without_gradient(start, memory[f"{at}.exp_avg"], memory[f"{at}.exp_avg_sq"], factors)
+            first, second = (memory[f"{at}.{name}"] for name in ADAMW_STATE)
+            idle = without_gradient(start, first, second, factors)
         else:  # m and v are 0 there
             decay = float(np.prod([1 - lr * job.options.weight_decay for lr in job.learning_rates()]))
             idle = (start * decay, *(start.new_zeros(start.shape) for _ in moments if job.options.keep_state))
@@ -228,15 +241,11 @@ class Stack:
         return tuple(self.table.write(s, end.detach(), into) for into, end in ends)
 
     def _memory(self, s: int) -> dict[str, Tensor]:
-        """AdamW's state, as `SequentialInner` keeps it; of the table only the rows that were read."""
+        """The optimizer's state, as `SequentialInner` keeps it; of the table only the rows that were read."""
+        names = [f"{i}.{name}" for i, state in enumerate(self.states) for name in state]
+        memory = dict(zip(names, copied([moment[s] for state in self.states for moment in state.values()]), strict=True))
         step = self.taken[s].clone()
-        memory = {f"{i}.step": step for i in range(len(self.exp_avg))}
-        for name, moment in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-            kept = [m[s] for m in moment]
-            copies = [torch.empty_like(m) for m in kept]
-            torch._foreach_copy_(copies, kept)  # a few launches instead of one for each block
-            memory |= {f"{i}.{name}": copy for i, copy in enumerate(copies)}
-        return memory
+        return memory | {f"{i}.step": step for i, state in enumerate(self.states) if ADAMW_STATE[0] in state}
 
 
 @functools.cache

@@ -17,6 +17,9 @@ class Standing(NamedTuple):
     worker_arrivals: int
     arrivals: int
     workers: int
+    step_share: float = 0.0
+    """The worker's part of all inner steps, counted as if each worker had handed in one more round. 0: not known, all
+    rounds are of one length."""
 
 
 class Weight(Protocol):
@@ -117,19 +120,20 @@ class Annealed:
 
 @dataclass(frozen=True)
 class Discounted(Annealed):
-    """1/ρ² = n + (K² − n)c for n ≤ K, and K/n times the weight at n = K for a slower worker; n = 1 / its share of arrivals.
+    """ρ = min(1, K/n) / √(w + (K² − w)c), w = min(K, 1 / the worker's share of inner steps), n = 1 / its share of arrivals.
 
-    n is how many contributions arrive during one of the worker's rounds, its own included. For equal workers n = K and ρ is the
-    annealed weight. A fast worker's ρ rises to 1/√n, because few others are under way with it. A contribution that is n/K
-    cycles old counts K/n: the others have made the same moves in the meantime. For flexible shards: with fixed shards the data
-    of slow workers would be neglected.
+    n is how many contributions arrive during one of the worker's rounds, its own included, and w is how many rounds like its own
+    they amount to: with rounds of one length w = min(n, K). For equal workers both are K and ρ is the annealed weight. A fast
+    worker's ρ rises to 1/√w, because few others work while it does. A contribution that is n/K cycles old counts K/n: the
+    others have made the same moves in the meantime. Under DyLU all arrive equally often, so nothing is discounted. For
+    flexible shards: with fixed shards the data of slow workers would be neglected.
     """
 
     def __call__(self, standing: Standing) -> float:
         k = standing.workers
         n = (standing.arrivals + k) / (standing.worker_arrivals + 1)  # as if each had arrived once before: no jumps at first
-        few = min(n, k)
-        return min(1.0, k / n) / math.sqrt(few + (k * k - few) * self.cosine(standing.arrivals))
+        w = min(1 / standing.step_share if standing.step_share else n, k)
+        return min(1.0, k / n) / math.sqrt(w + (k * k - w) * self.cosine(standing.arrivals))
 
 
 def _finite(name: str, value: float) -> None:

@@ -187,14 +187,16 @@ DERIVED: dict[str, tuple[str, ...]] = {
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes. A method decides knobs too."""
 WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
 """What an effective config means that has no such setting: it was written by a version without it."""
-YOUNGER = ("weight_correlation", "second_moment")
+YOUNGER = ("weight_correlation", "second_moment", "inner_momentum")
 """Settings that came after runs were kept, and are unset where they are not used."""
 
 
 def unused_settings(config: RunConfig) -> set[str]:
     """Settings that came after runs were kept and that this one does not use: its digest is the one it had without them."""
     unused = set() if config.model.hf else {"hf"}
-    unused |= {name for name in YOUNGER if not getattr(config.outer, name, None) and not getattr(config.inner, name, None)}
+    unused |= {"inner_optimizer"} if config.inner.inner_optimizer == "adamw" else set()
+    young = {name: getattr(config.outer, name, getattr(config.inner, name, None)) for name in YOUNGER}
+    unused |= {name for name, value in young.items() if value in (None, "")}
     return unused | (set(GUARD) if config.outer.norm_limit == "off" else set())
 
 
@@ -262,6 +264,8 @@ def resolve(config: RunConfig) -> RunConfig:
         TASKS.find(config.data.task)
     outer = _resolve_outer(config.outer, len(workers.paces))
     inner = config.inner
+    if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
+        raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
     if not inner.schedule_steps:
         length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
         inner = replace(inner, schedule_steps=length)

@@ -16,6 +16,8 @@ from heloco.study.spec import Part, Study
 
 FORMAT = 1
 """Of a kept run. Part of its digest: raise it when the same config would give another run, or a run another record."""
+EQUAL_STEPS = "equal_steps"
+"""A setting of studies alone, see `_with_equal_steps`."""
 APART = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
 """Settings that make no other run: where and how often it is saved, and what the data's own digest says better."""
 
@@ -92,7 +94,28 @@ def _settings(study: Study, scale: str) -> dict[str, Any]:
 def _resolved(values: Mapping[str, Any]) -> RunConfig:
     workers, pattern = values.get("workers", 0), values.get("paces", RunConfig().workers.paces)
     repeated = {"paces": [pattern[i % len(pattern)] for i in range(workers)]} if workers else {}
-    return resolve(with_fields(RunConfig(), {**values, **repeated}))
+    fields = {name: value for name, value in values.items() if name != EQUAL_STEPS}
+    config = resolve(with_fields(RunConfig(), {**fields, **repeated}))
+    return _with_equal_steps(config) if values.get(EQUAL_STEPS) else config
+
+
+def _with_equal_steps(config: RunConfig) -> RunConfig:
+    """With as many arrivals as it takes until `arrivals` × `inner_steps` inner steps are done, and as many evaluations as before.
+
+    Under DyLU slow workers' rounds are shorter, so the same number of arrivals would bring fewer tokens.
+    """
+    workers, run = config.workers, config.run
+    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
+    missing, arrivals = run.arrivals * workers.inner_steps, 0
+    longest = -(-missing // min(steps))
+    barrier = get_method(config.outer.method).barrier
+    events = schedule(paces_s=workers.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=workers.grace_s)
+    while missing > 0:
+        missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
+    if barrier:  # a round that not all have handed in would count for nothing
+        arrivals = -(-arrivals // len(steps)) * len(steps)
+    every = round(run.eval_every * arrivals / run.arrivals)
+    return replace(config, run=replace(run, arrivals=arrivals, eval_every=every))
 
 
 def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[RunConfig, float]:

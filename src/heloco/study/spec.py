@@ -10,7 +10,8 @@
     [[tables]]       see `TableSpec`
     [[figures]]      see `FigureSpec`
 
-A method's fields come over its row's. `workers = K` repeats the pattern of the paces up to K workers.
+A method's fields come over its row's. `workers = K` repeats the pattern of the paces up to K workers. `equal_steps = true` goes
+on until `arrivals` × `inner_steps` inner steps are done: with DyLU, slow workers' rounds are shorter.
 """
 
 import tomllib
