@@ -87,8 +87,12 @@ class RankTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """On all cores: tiktoken lets other threads run while it encodes. (Its own `encode_batch` gives lists, not arrays.)"""
-        with ThreadPoolExecutor(_cores()) as pool:
-            return [ids for group in pool.map(self._encode_group, _groups(texts)) for ids in group]
+        return [ids for group in self._threads.map(self._encode_group, _groups(texts)) for ids in group]
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        """Kept from batch to batch."""
+        return ThreadPoolExecutor(_cores())
 
     def _encode_group(self, texts: list[str]) -> list[Ids]:
         """Texts of a group are encoded in one call, with the end of text between them, at which tiktoken cuts first."""
