@@ -326,9 +326,10 @@ def test_more_workers_repeat_the_pattern_of_paces():
 def test_the_equal_gain_of_async_nesterov():
     """Steady state: m = ρΔ/(1−μ), so θ moves by η·ρΔ·(1 + μ/(1−μ)); MLA's m = ρΔ, so it moves by η·ρΔ·(1 + μ)."""
     places = {place.method: place.config.outer for place in grid(load_study("ablation"), scale="paper", seeds=1)}
-    nesterov, mla = places["async-nesterov-equal-gain"], places["mla"]
-    assert nesterov.outer_lr / (1 - nesterov.momentum) == pytest.approx(mla.outer_lr * (1 + mla.momentum), rel=1e-2)
-    assert get_method(nesterov.method).name == "async-nesterov"
+    nesterov, mla = places["async-nesterov-equal-gain"].knobs, places["mla"].knobs
+    gain = nesterov["outer_lr"] / (1 - nesterov["momentum"])
+    assert gain == pytest.approx(mla["outer_lr"] * (1 + mla["momentum"]), rel=1e-2)
+    assert get_method(places["async-nesterov-equal-gain"].method).name == "async-nesterov"
 
 
 # ---- tasks

@@ -157,8 +157,8 @@ def train(parsed: argparse.Namespace) -> int:
     with preparing() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
-    out = parsed.out or make_next(Path("runs"), config.outer.method)
-    local.folder = RunFolder.create(out, config, describe(task, config, local.model))
+    facts = describe(task, config, local.model)  # before a folder is claimed
+    local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, facts)
     local.folder.start_writing(0, 0)
     return carry_out(local, local.folder, logs)
 

@@ -61,8 +61,8 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """Why it was not simply applied; empty if it was."""
     reason: str = ""
     """The same as a sentence."""
-    clipped: float = 1.0
-    """The smallest factor with which the norm guard scaled a block down."""
+    clipped: float | None = None
+    """The smallest factor with which the norm guard scaled a block down; None if it scaled none."""
     blocks: BlockColumns | None = None
     """None if the outer rule was not applied."""
     machine: str = ""

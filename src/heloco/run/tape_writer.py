@@ -35,7 +35,7 @@ def record(
         units=contribution.units,
         code=arrival.code,
         reason=arrival.reason if arrival.code else "",
-        clipped=arrival.clipped,
+        clipped=arrival.clipped if arrival.clipped < 1 else None,
         blocks=_block_columns(arrival, numbers),
     )
     fields: dict[str, Any] = msgspec.to_builtins(line)
