@@ -3,6 +3,8 @@
 import math
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from conftest import TINY
 from heloco.engine.simulation import Simulation
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner, learning_rate
@@ -160,6 +163,18 @@ def test_an_adamw_that_is_kept_equals_one_plain_optimizer_over_all_rounds_to_the
     assert memory is not None
     assert {name.split(".")[1] for name in memory} == {"step", "exp_avg", "exp_avg_sq"}
     assert float(memory["0.step"]) == 15
+
+
+def test_a_run_does_not_load_torchs_compiler(tmp_path):
+    """It takes as long to import as the rest of torch, and each worker that starts would wait for it."""
+    script = f"""if True:
+        import sys
+        from heloco.cli.main import run
+        code = run({["train", *TINY]})
+        sys.exit(code or "torch._dynamo" in sys.modules)
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_round_does_not_write_to_what_it_was_handed():

@@ -7,10 +7,12 @@ AdamW's (`match_rms_adamw`), so both take the same learning rate and weight deca
 
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.adamw import adamw
 
 from heloco.inner.options import InnerOptions
 from heloco.inner.second_moment import is_table
@@ -21,10 +23,52 @@ Memory = dict[str, Tensor]
 """An optimizer's state as named tensors: "3.exp_avg" belongs to the fourth parameter."""
 
 
+class AdamW:
+    """`torch.optim.AdamW` to the bit, by the same function of torch. The class itself imports torch's compiler with its first
+    parameter, which takes as long as the rest of torch: a worker would start two seconds later."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], options: InnerOptions) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": options.lr}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in parameters}
+        self._options = options
+
+    @torch.no_grad()
+    def step(self) -> None:
+        options, (group,) = self._options, self.param_groups
+        moved = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in moved]
+        is_fused = moved[0].device.type in ("cpu", "cuda")
+        for p, state in zip(moved, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), device=p.device if is_fused else "cpu")
+                state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        adamw(
+            moved,
+            [p.grad for p in moved],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=is_fused,
+            amsgrad=False,
+            beta1=options.beta1,
+            beta2=options.beta2,
+            lr=group["lr"],
+            weight_decay=options.weight_decay,
+            eps=options.adam_eps,
+            maximize=False,
+        )
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
 class InnerOptimizer:
     """One or two torch optimizers over the parameters of a model, as one."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer | AdamW]) -> None:
         self.parameters, self.optimizers = list(parameters), list(optimizers)
 
     def set_lr(self, lr: float) -> None:
@@ -34,7 +78,7 @@ class InnerOptimizer:
     def step(self) -> None:
         for each in self.optimizers:
             each.step()
-            each.zero_grad(set_to_none=True)
+            each.zero_grad()
 
     def load(self, memory: Memory) -> None:
         owners = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
@@ -59,17 +103,9 @@ def make_optimizer(options: InnerOptions, model: nn.Module) -> InnerOptimizer:
     hidden = hidden_matrices(model) if options.inner_optimizer == "muon" else [False] * len(parameters)
     matrices = [p for p, is_hidden in zip(parameters, hidden, strict=True) if is_hidden]
     others = [p for p, is_hidden in zip(parameters, hidden, strict=True) if not is_hidden]
-    optimizers: list[Optimizer] = []
+    optimizers: list[Optimizer | AdamW] = []
     if others:
-        adamw = torch.optim.AdamW(
-            others,
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.adam_eps,
-            weight_decay=options.weight_decay,
-            fused=others[0].device.type in ("cpu", "cuda"),
-        )
-        optimizers.append(adamw)
+        optimizers.append(AdamW(others, options))
     if matrices:
         momentum, decay = options.optimizer_momentum, options.weight_decay
         optimizers.append(torch.optim.Muon(matrices, lr=options.lr, momentum=momentum, weight_decay=decay, adjust_lr_fn=MUON_LR))
