@@ -263,7 +263,7 @@ def test_a_run_takes_no_model_with_them(dtype, tmp_path):
 
 @pytest.mark.parametrize("shape", [[2**31, 2**31], [2**39, 2**39, 0], [0, 2**62], [1 << 39, 1 << 22, 2], [2**20] * 4])
 def test_a_shape_whose_size_overflows_is_malformed(shape):
-    with pytest.raises(ValueError, match="no list of names"):
+    with pytest.raises(ValueError, match="not a list of names"):
         Layout.from_json([["parameter.0", "F32", shape]])
     with pytest.raises(Refused) as refused:
         checked_layout((("parameter.0", "F32", tuple(shape)),))

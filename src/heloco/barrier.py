@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heloco.buffers import mixed
+from heloco.buffers import mix
 from heloco.outer.kernels.portable import pieces
 
 
@@ -31,7 +31,7 @@ class Barrier:
             self.buffers = [b.clone() for b in buffers]
         else:
             share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …: what is equal everywhere stays to the bit
-            self.buffers = [mixed(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
+            self.buffers = [mix(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
             for part, of_delta in pieces(total, delta.to(total.device)):
                 part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two

@@ -40,14 +40,14 @@ def _largest(tensor: Tensor) -> float:
     return torch.where(values.isfinite(), values, 0.0).max().item()
 
 
-def shortened(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
+def shorten(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
     """The other buffer, or what lies on the way to it. Counters are taken as they are, or not at all."""
     if scale == 1:
         return theirs
-    return mixed(ours, theirs, scale) if ours.is_floating_point() or ours.is_complex() else ours
+    return mix(ours, theirs, scale) if ours.is_floating_point() or ours.is_complex() else ours
 
 
-def mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
+def mix(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
     """A new buffer, moved from ours towards the other one by `share`. Counters take the larger value, infinite entries the finite
     one. What is equal in both stays to the bit."""
     theirs = theirs.to(ours.device)

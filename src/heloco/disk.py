@@ -21,7 +21,7 @@ from heloco.errors import RunStopped, UserError
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of a machine that is short of something for the moment: the same call may succeed later."""
-WRITE_AT_ONCE = 1 << 16
+WRITE_PIECE_BYTES = 1 << 16
 
 
 class NotDurable(RunStopped):
@@ -66,7 +66,7 @@ def make_folder_durable(path: Path) -> None:
         os.close(handle)
 
 
-def forget_cached(file: int) -> None:
+def drop_cached_pages(file: int) -> None:
     """Drops what the system has cached of a file, so that the next read shows what is on the disk.
 
     After a failed fsync the cache may hold pages that never reached the disk and are marked as written."""
@@ -78,7 +78,7 @@ def write_all(file: BinaryIO, content: bytes | memoryview) -> None:
     """To an unbuffered file, in small pieces: on ext4 a new file of 60 MB takes 16 ms that way, and 140 ms in pieces of 4 MB."""
     view, at = memoryview(content), 0
     while at < len(view):
-        at += file.write(view[at : at + WRITE_AT_ONCE])
+        at += file.write(view[at : at + WRITE_PIECE_BYTES])
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> None:

@@ -9,9 +9,9 @@ class RunStopped(RuntimeError):
     """The run itself cannot go on (every contribution refused, for one). What was done is kept; the command line exits with 2."""
 
 
-def nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:
+def nearest(name: str, choices: "list[str] | tuple[str, ...]") -> str:
     """', did you mean …?' for the closest known name, or the list of them."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(choices)}."

@@ -42,11 +42,11 @@ class Ledger:
         spans: list[Span] = []
         while count and page.returned:
             start, length = page.returned.pop(0)
-            used = min(length, count)
-            spans.append((start, used))
-            count -= used
-            if used < length:
-                page.returned.insert(0, (start + used, length - used))
+            length_taken = min(length, count)
+            spans.append((start, length_taken))
+            count -= length_taken
+            if length_taken < length:
+                page.returned.insert(0, (start + length_taken, length - length_taken))
         if count:
             spans.append((page.cursor, count))
             page.cursor += count

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.buffers import are_usable, distances, largest, mixed, shortened
+from heloco.buffers import are_usable, distances, largest, mix, shorten
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
@@ -39,7 +39,7 @@ class _Ruling:
 
 
 @dataclass(frozen=True, slots=True)
-class _Guarded:
+class _Judgements:
     """What the norm guard says about a contribution: about its blocks, and about its buffers."""
 
     blocks: Judgement = field(default_factory=Judgement)
@@ -55,7 +55,7 @@ class _Guarded:
             return ours
         if not self.buffers.scales:
             return contribution.buffers
-        return list(map(shortened, ours, contribution.buffers, self.buffers.scales))
+        return list(map(shorten, ours, contribution.buffers, self.buffers.scales))
 
     def ruling(self, verdict: Verdict) -> _Ruling:
         """On a contribution that is used, scaled down or as it is."""
@@ -233,49 +233,49 @@ class Synchronizer:
 
     def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """One outer step, with what the norm guard leaves of the contribution."""
-        guarded = _Guarded()
+        judgements = _Judgements()
 
         def scale(squares: Numbers) -> Sequence[float]:
-            nonlocal guarded
-            guarded = self._judge(contribution, held, squares)
-            return guarded.blocks.scales
+            nonlocal judgements
+            judgements = self._judge(contribution, held, squares)
+            return judgements.blocks.scales
 
         self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None)
-        self._mix_buffers(guarded.buffers_of(contribution, self.buffers), 1 / self.workers)
-        return guarded.ruling("applied")
+        self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
+        return judgements.ruling("applied")
 
-    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Guarded:
+    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Judgements:
         """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` where it is to be refused."""
         assert self.outer is not None
         participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
-        guarded = _Guarded(
+        judgements = _Judgements(
             self.guard.judge(
                 self._norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
                 model_norm=self.outer.norm,
             ),
             self._judge_buffers(contribution, held, participants),
         )  # fmt: skip
-        if guarded.sentence and self.guard.policy == "refuse":
-            raise _TooLarge(guarded.sentence)
-        return guarded
+        if judgements.sentence and self.guard.policy == "refuse":
+            raise _TooLarge(judgements.sentence)
+        return judgements
 
     def _judge_buffers(self, contribution: Contribution, held: Round, participants: int) -> Judgement:
         """At first a buffer may move by ten times its own size, or that of 1; a counter by ten times the round's steps."""
         if not self.buffers:
             return Judgement()
-        least = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
+        minimum = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
         return self.guard.judge_buffers(
             self._distances, held.worker, distances(self.buffers, contribution.buffers), participants=participants,
-            at_first=list(map(max, largest(self.buffers), least)),
+            at_first=list(map(max, largest(self.buffers), minimum)),
         )  # fmt: skip
 
     def _mismatch(self, contribution: Contribution) -> _Ruling | None:
-        for ours, theirs, what in (
+        for ours, theirs, subject in (
             (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
             (self.buffers, contribution.buffers, "buffers do"),
         ):
             if list(map(_shape, ours)) != list(map(_shape, theirs)):
-                return _Ruling("refused", "shapes", f"the {what} not have the model's shapes")
+                return _Ruling("refused", "shapes", f"the {subject} not have the model's shapes")
         if not are_usable(self.buffers, contribution.buffers):
             return _Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
         return None
@@ -286,33 +286,33 @@ class Synchronizer:
         self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient, scale=scale)
         self._start = None
 
-    def _mix_buffers(self, arrived: Sequence[Tensor], share: float) -> None:
+    def _mix_buffers(self, worker_buffers: Sequence[Tensor], share: float) -> None:
         """Buffers move towards the worker's by its share."""
-        self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
+        self.buffers = [mix(ours, theirs, share) for ours, theirs in zip(self.buffers, worker_buffers, strict=True)]
 
     # ---- barrier (synchronous) mode
 
     def _gather(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
         """Adds ρΔ to the sum; the last of the workers makes the outer step with it."""
-        guarded = _Guarded()
+        judgements = _Judgements()
         if self.outer is not None:
             squares = self.outer.squares(contribution.pseudo_gradient)
             if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
-                guarded = self._judge(contribution, held, squares)
+                judgements = self._judge(contribution, held, squares)
         self._barrier.workers.append(contribution.worker)
         if self.outer is not None:
-            weights = [weight * scale for scale in guarded.blocks.scales] or [weight] * len(self.parameters)
-            buffers = guarded.buffers_of(contribution, self.buffers)
+            weights = [weight * scale for scale in judgements.blocks.scales] or [weight] * len(self.parameters)
+            buffers = judgements.buffers_of(contribution, self.buffers)
             self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
         if len(self._barrier.workers) < self.workers:
-            return guarded.ruling("gathered")
+            return judgements.ruling("gathered")
         if self.outer is not None:
             self._step(self._barrier.sums, 1.0)  # finite: each contribution was checked as it came in
             self._mix_buffers(self._barrier.buffers, 1.0)
         self.outer_step += 1
-        return guarded.ruling("applied")
+        return judgements.ruling("applied")
 
     def _open_barrier(self) -> tuple[int, ...]:
         self._barrier.open()
@@ -358,17 +358,17 @@ class Synchronizer:
         self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        of_block: dict[int, list[str]] = {}
+        names_by_block: dict[int, list[str]] = {}
         for name in tensors:
             if name.startswith("outer."):
-                of_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
+                names_by_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
 
-        def numbered(kind: str) -> list[Tensor]:
+        def tensors_of(kind: str) -> list[Tensor]:
             count = sum(1 for name in tensors if name.startswith(f"{kind}."))
             return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
 
-        self.buffers, self._barrier.sums = numbered("buffer"), numbered("gathered")
-        self._barrier.buffers = numbered("gathered_buffer")
+        self.buffers, self._barrier.sums = tensors_of("buffer"), tensors_of("gathered")
+        self._barrier.buffers = tensors_of("gathered_buffer")
         self._norms = _history(tensors.get("norms"), self._norms)
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
@@ -376,8 +376,8 @@ class Synchronizer:
             for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
                 p.copy_(tensors[f"parameter.{i}"])
                 assert self.outer is not None
-                kept = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in of_block.get(i, ())}
-                self.outer.state[p] = {**kept, **plain}
+                outer_state = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in names_by_block.get(i, ())}
+                self.outer.state[p] = {**outer_state, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:
         return {
@@ -401,9 +401,9 @@ def _as_tensor(history: NormHistory) -> Tensor:
     return table
 
 
-def _history(table: Tensor | None, like: NormHistory) -> NormHistory:
+def _history(table: Tensor | None, template: NormHistory) -> NormHistory:
     """From a checkpoint; None: it was written without a guard."""
-    history = NormHistory(len(like.rows()), like.sizes)
+    history = NormHistory(len(template.rows()), template.sizes)
     if table is not None:
         history.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
     return history
@@ -411,5 +411,5 @@ def _history(table: Tensor | None, like: NormHistory) -> NormHistory:
 
 def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:
     """Whether all blocks are finite, and small enough for an outer rule to square the sum of all workers' blocks like them."""
-    most = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
-    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(most)).all())  # a NaN is not below anything
+    limits = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
+    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(limits)).all())  # a NaN is not below anything

@@ -16,7 +16,7 @@ import httptools
 
 from rig import unchecked
 
-KEPT = 8
+REQUEST_LIMIT = 8
 """Requests that are kept of each kind: the last ones, because they are about what is going on."""
 
 
@@ -81,7 +81,7 @@ class Recorder:
 
     def __init__(self, port: int, credentials: Path, held_back: Iterable[str] = ()) -> None:
         self.held_back = set(held_back)
-        self.seen: dict[tuple[str, str], list[Request]] = {}
+        self.requests: dict[tuple[str, str], list[Request]] = {}
         self.port = 0
         self._target = port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -98,18 +98,18 @@ class Recorder:
         started.set()
         self._loop.run_forever()
         server.close()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             far, forth = await asyncio.open_connection("127.0.0.1", self._target, ssl=unchecked())
-            both = [asyncio.ensure_future(self._record(near, forth)), asyncio.ensure_future(_pump(far, back))]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for pumping in both:
+            pumps = [asyncio.ensure_future(self._record(near, forth)), asyncio.ensure_future(_pump(far, back))]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pumping in pumps:
                 pumping.cancel()
             for writer in (forth, back):
                 writer.transport.abort()
@@ -128,9 +128,9 @@ class Recorder:
                 await sink.drain()
 
     def _note(self, request: Request) -> None:
-        kept = self.seen.setdefault(request.kind, [])
-        kept.append(request)
-        del kept[:-KEPT]
+        group = self.requests.setdefault(request.kind, [])
+        group.append(request)
+        del group[:-REQUEST_LIMIT]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

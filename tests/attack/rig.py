@@ -61,10 +61,10 @@ def judge(figures: dict[str, Any], **claims: bool) -> dict[str, Any]:
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
     end = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         check(time.monotonic() < end, f"after {limit_s:g} s still not: {what}")
         time.sleep(0.02)
-    return found
+    return value
 
 
 # ---- the run
@@ -79,13 +79,13 @@ class Serving:
         wait: bool = True,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._said = folder / "run", folder / "serve.log"
+        self.folder, self._log_path = folder / "run", folder / "serve.log"
         serve = [sys.executable, "-m", "heloco.cli", "serve", *settings, "--paces", ",".join(["1"] * workers), *flags]
         place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
         limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment.setdefault("HELOCO_CACHE", str(Path(tempfile.gettempdir()) / "heloco-attack-cache"))
-        with self._said.open("wb") as log:
+        with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*limit, *serve, *place], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -115,7 +115,7 @@ class Serving:
         return parse_token(self.token).secret
 
     def log(self) -> str:
-        return self._said.read_text(errors="replace")
+        return self._log_path.read_text(errors="replace")
 
     def arrivals(self) -> int:
         tape = self.folder / "tape.jsonl"
@@ -164,9 +164,9 @@ class Contributor(threading.Thread):
 
     def __init__(self, serving: Serving, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         link = HttpsLink(serving.address, serving.token)
-        self._client = RunClient(link, name, patience_s=600.0, stopping=self._over.is_set, tell=self._note)
+        self._client = RunClient(link, name, patience_s=600.0, stopping=self._is_over.is_set, tell=self._note)
         self.notes: list[str] = []
         self.trouble = ""
         self.start()
@@ -179,16 +179,16 @@ class Contributor(threading.Thread):
         try:
             layout = Layout(self._client.join().contribution_layout or ())
             delta = {name: torch.randn(shape, generator=numbers) * 1e-3 for name, _, shape in layout.entries}
-            while (taken := self._client.take(self._over.is_set)) is not None:
+            while (taken_round := self._client.take(self._is_over.is_set)) is not None:
                 with contextlib.suppress(NotHeld):
-                    self._client.hand_in(taken.key, delta, REPORT)
+                    self._client.hand_in(taken_round.key, delta, REPORT)
         except StopRequested:
             pass
         except (RunEnded, RunStopped, UserError) as error:
             self.trouble = str(error)
 
     def end(self) -> None:
-        self._over.set()
+        self._is_over.set()
         self.join(30)
         self._client.leave()
 
@@ -215,15 +215,15 @@ class Rate:
 
     @contextlib.contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        before, began = self.serving.arrivals(), time.monotonic()
+        arrivals_before, began = self.serving.arrivals(), time.monotonic()
         yield
-        self.figures[name] = round((self.serving.arrivals() - before) / (time.monotonic() - began), 1)
+        self.figures[name] = round((self.serving.arrivals() - arrivals_before) / (time.monotonic() - began), 1)
 
     def measure(self, name: str, arrivals: int) -> None:
         """Over the next so many arrivals."""
         with self.measured(name):
-            wanted = self.serving.arrivals() + arrivals
-            until(lambda: self.serving.arrivals() >= wanted, f"{arrivals} arrivals ({name})")
+            target = self.serving.arrivals() + arrivals
+            until(lambda: self.serving.arrivals() >= target, f"{arrivals} arrivals ({name})")
 
 
 class Peak(threading.Thread):
@@ -231,17 +231,17 @@ class Peak(threading.Thread):
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(daemon=True)
-        self._serving, self._over, self.most_mb = serving, threading.Event(), serving.resident_mb()
+        self._serving, self._is_over, self.peak_mb = serving, threading.Event(), serving.resident_mb()
         self.start()
 
     def run(self) -> None:
-        while not self._over.wait(0.05):
-            self.most_mb = max(self.most_mb, self._serving.resident_mb())
+        while not self._is_over.wait(0.05):
+            self.peak_mb = max(self.peak_mb, self._serving.resident_mb())
 
     def end(self) -> float:
-        self._over.set()
+        self._is_over.set()
         self.join()
-        return self.most_mb
+        return self.peak_mb
 
 
 # ---- strangers
@@ -259,11 +259,11 @@ def connect(port: int, address: str, timeout_s: float = 10.0) -> socket.socket:
 
 def connect_many(port: int, address: str, count: int) -> list[socket.socket]:
     """Those that are sent away at once are left out."""
-    made = []
+    connections = []
     for _ in range(count):
         with contextlib.suppress(ConnectionError):
-            made.append(connect(port, address))
-    return made
+            connections.append(connect(port, address))
+    return connections
 
 
 def unchecked() -> ssl.SSLContext:
@@ -288,13 +288,13 @@ def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[f
     """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Gives what waits for its
     result, for so many seconds."""
     spawning = multiprocessing.get_context("spawn")
-    here, there = spawning.Pipe()
-    process = spawning.Process(target=_report, args=(work, arguments, there), daemon=True)
+    receiving, sending = spawning.Pipe()
+    process = spawning.Process(target=_report, args=(work, arguments, sending), daemon=True)
     process.start()
 
     def result(limit_s: float) -> Any:
-        check(here.poll(limit_s), f"{work.__name__} took longer than {limit_s:g} s")
-        return here.recv()
+        check(receiving.poll(limit_s), f"{work.__name__} took longer than {limit_s:g} s")
+        return receiving.recv()
 
     try:
         yield result
@@ -303,8 +303,8 @@ def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[f
         process.join()
 
 
-def _report(work: Callable[..., Any], arguments: tuple[Any, ...], told: Any) -> None:
-    told.send(work(*arguments))
+def _report(work: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
+    pipe.send(work(*arguments))
 
 
 # ---- one attack as a program
@@ -326,10 +326,10 @@ def run_alone(attack: Callable[..., dict[str, Any]], **options: Any) -> None:
     parser = argparse.ArgumentParser(description=(attack.__doc__ or "").splitlines()[0])
     for name, value in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    given = vars(parser.parse_args())
+    values = vars(parser.parse_args())
     with tempfile.TemporaryDirectory(prefix="heloco-attack-") as folder:
         try:
-            figures = attack(Path(folder), **given)
+            figures = attack(Path(folder), **values)
         except Failed as broken:
             log = Path(folder) / "serve.log"
             print(f"FAILED: {broken}\n{log.read_text()[-4000:] if log.exists() else ''}")

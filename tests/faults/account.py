@@ -18,7 +18,7 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     tape = list(read_lines(run / "tape.jsonl"))
     accepted = [line for line in tape if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
-    told = check_acks(tape, acks)
+    acknowledged = check_acks(tape, acks)
     state = checkpoint.load_state(checkpoint.list_checkpoints(run / "checkpoints")[-1])
     assert state["arrival"] == arrivals
     check_ledger(accepted, state["books"])
@@ -26,7 +26,7 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
     replayed = replay(folder, task_of(info, device="cpu")[0])
     assert replayed.difference == "" and replayed.lines == len(tape) - lines_until(tape, replayed.begun_at), replayed
-    return {"arrivals": len(accepted), "acknowledged": told, "replayed": asdict(replayed)}
+    return {"arrivals": len(accepted), "acknowledged": acknowledged, "replayed": asdict(replayed)}
 
 
 def lines_until(tape: list[dict[str, Any]], arrival: int) -> int:
@@ -42,17 +42,17 @@ def check_arrivals(accepted: list[dict[str, Any]], planned: int) -> None:
 
 def check_acks(tape: list[dict[str, Any]], folder: Path) -> int:
     """Every acknowledgement that a worker got is on the tape, once, as it was told; how many contributions that were."""
-    known = {(line["worker"], line["round"], line["version"]): line for line in tape}
-    assert len(known) == len(tape)
-    told = set()
+    lines = {(line["worker"], line["round"], line["version"]): line for line in tape}
+    assert len(lines) == len(tape)
+    keys = set()
     for path in folder.glob("acks-*"):
         for text in path.read_text().splitlines():
             ack = json.loads(text)
             key = (ack["worker"], ack["round"], ack["version"])
-            line = known[key]
+            line = lines[key]
             assert (line["verdict"], line["arrival"], line["outer_step"]) == (ack["verdict"], ack["arrival"], ack["outer_step"])
-            told.add(key)
-    return len(told)
+            keys.add(key)
+    return len(keys)
 
 
 def check_ledger(accepted: list[dict[str, Any]], books: dict[str, Any]) -> None:

@@ -39,8 +39,8 @@ def place(arrivals: int) -> Iterator[tuple[Path, Disk | None]]:
     """A folder, and a small disk where that can be had."""
     from conftest import mounted_disk  # here: whoever starts from nothing need not import it
 
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        folder, size = Path(made), 40_000_000 + BYTES_PER_ARRIVAL * arrivals
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder, size = Path(name), 40_000_000 + BYTES_PER_ARRIVAL * arrivals
         os.environ.setdefault("HELOCO_CACHE", str(folder / "cache"))
         try:
             disk = Disk(stack.enter_context(mounted_disk(folder / "disk", str(size))), size)
@@ -70,8 +70,8 @@ def nursery(*modules: str) -> Any:
 def make_findable() -> None:
     """These modules, for the process that forks others (Python 3.11 hands sys.path on too late) and for Ray's workers."""
     tests = str(Path(__file__).parents[1])
-    if tests not in (known := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        os.environ["PYTHONPATH"] = os.pathsep.join([tests, *filter(None, known)])
+    if tests not in (search_path := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([tests, *filter(None, search_path)])
 
 
 def free_port() -> int:

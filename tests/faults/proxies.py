@@ -33,12 +33,12 @@ class Proxies:
 
     async def _carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, onward = await asyncio.open_connection("127.0.0.1", self._target)
+            answer_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.close()
             return
         self._writers[number] |= {writer, onward}
-        await asyncio.gather(self._pump(number, reader, onward), self._pump(number, there, writer))
+        await asyncio.gather(self._pump(number, reader, onward), self._pump(number, answer_reader, writer))
         self._writers[number] -= {writer, onward}
 
     async def _pump(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

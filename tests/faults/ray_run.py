@@ -24,14 +24,14 @@ STORE = 150_000_000
 
 def children_of(pid: int) -> dict[int, str]:
     """Child -> its command line."""
-    found = {}
+    processes = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent == pid:
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+                    processes[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return processes
 
 
 def process_of(launcher: int, name: str) -> int:
@@ -98,12 +98,12 @@ class RayFaultRun(FaultRun):
     """Workers by number: first those over HTTPS, then those on the second node, last the one on the head."""
 
     modules = ("faults.ray_children", "ray")
-    made = 0
+    runs_made = 0
 
     def __init__(self, folder: Path, faults: list[Fault], **options: Any) -> None:
         super().__init__(folder, faults, **options)
-        RayFaultRun.made += 1
-        self.net = f"127.{100 + RayFaultRun.made}.{os.getpid() % 250 + 1}"  # no other Ray of this machine is there
+        RayFaultRun.runs_made += 1
+        self.net = f"127.{100 + RayFaultRun.runs_made}.{os.getpid() % 250 + 1}"  # no other Ray of this machine is there
         self.on_node = range((self.workers - 1) // 2 + (self.workers - 1) % 2, self.workers - 1)
         self.on_head = self.workers - 1
         self.token_file = folder / "ray-token"

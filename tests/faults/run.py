@@ -293,8 +293,8 @@ def beside(
             stack.callback(runs[name].end)
             runs[name].begin(120.0)
         first, last = in_the_time(runs, seconds)
-        ended = {name: run.stop() for name, run in runs.items()}
-        accounts = {name: run.account(ended[name]) for name, run in runs.items()}
+        end_states = {name: run.stop() for name, run in runs.items()}
+        accounts = {name: run.account(end_states[name]) for name, run in runs.items()}
     counts = {name: last[name] - first[name] for name in runs}
     return {
         "minutes": round(seconds / 60, 2), "in the time": counts, "ratio": round(counts["with faults"] / counts["without"], 4),
@@ -305,16 +305,16 @@ def beside(
 def in_the_time(runs: dict[str, FaultRun], seconds: float) -> tuple[dict[str, int], dict[str, int]]:
     """Contributions of each at the beginning and at the end of the same time."""
     first = {name: run.status()["arrivals"] for name, run in runs.items()}
-    began = told = time.monotonic()
+    began = last_shown = time.monotonic()
     while (now := time.monotonic()) < began + seconds:
         for run in runs.values():
             run.look(now - began)
-        if now > told + 60:
-            told = now
-            here = {name: run.status()["arrivals"] - first[name] for name, run in runs.items()}
+        if now > last_shown + 60:
+            last_shown = now
+            arrivals = {name: run.status()["arrivals"] - first[name] for name, run in runs.items()}
             struck = sum(sum(run.struck.values()) for run in runs.values())
             load = f"{os.getloadavg()[0]:.1f}"
-            print(f"{(now - began) / 60:.0f} min, {struck} faults, load {load}: {here}", file=sys.stderr, flush=True)
+            print(f"{(now - began) / 60:.0f} min, {struck} faults, load {load}: {arrivals}", file=sys.stderr, flush=True)
         time.sleep(LOOK_S)
     return first, {name: run.status()["arrivals"] for name, run in runs.items()}
 
@@ -329,18 +329,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--per-hour", type=float, default=0.0, help="faults by time instead of --faults, beside a run without")
     parser.add_argument("--step-seconds", type=float, help="of an inner step at the least: 0, with Ray 0.1, with --per-hour 0.25")
-    given = parser.parse_args()
-    kind, kinds, workers, step_s = of_engine(given.engine)
-    workers = given.workers or workers
-    step_s = given.step_seconds if given.step_seconds is not None else 0.25 if given.per_hour else step_s
-    if given.per_hour:
-        faults = faults_in_time(given.seed, given.per_hour, workers, 60 * given.minutes, kinds)
-        print(json.dumps(beside(faults, workers, 60 * given.minutes, step_s, kind)), flush=True)
+    flags = parser.parse_args()
+    kind, kinds, workers, step_s = of_engine(flags.engine)
+    workers = flags.workers or workers
+    step_s = flags.step_seconds if flags.step_seconds is not None else 0.25 if flags.per_hour else step_s
+    if flags.per_hour:
+        faults = faults_in_time(flags.seed, flags.per_hour, workers, 60 * flags.minutes, kinds)
+        print(json.dumps(beside(faults, workers, 60 * flags.minutes, step_s, kind)), flush=True)
         return
-    until, seed = time.monotonic() + 60 * given.minutes, given.seed
+    until, seed = time.monotonic() + 60 * flags.minutes, flags.seed
     while True:
-        faults = faults_of(seed, given.faults, workers, given.arrivals, kinds)
-        print(json.dumps(one(faults, workers, given.arrivals, 3600.0, kind, step_s)), flush=True)
+        faults = faults_of(seed, flags.faults, workers, flags.arrivals, kinds)
+        print(json.dumps(one(faults, workers, flags.arrivals, 3600.0, kind, step_s)), flush=True)
         seed += 1
         if time.monotonic() > until:
             return

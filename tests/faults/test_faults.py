@@ -158,7 +158,7 @@ def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
         with pytest.raises(LinkDown, match="No run is being served"):
             link._actor()
     assert heads.connections == 1
-    monkeypatch.setattr(module, "ANEW_S", 0.0)
+    monkeypatch.setattr(module, "RECONNECT_AFTER_S", 0.0)
     with pytest.raises(LinkDown, match="No run is being served"):
         link._actor()
     assert link._actor() == "the synchronizer" and heads.connections == 2

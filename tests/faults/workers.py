@@ -17,7 +17,7 @@ from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.protocol.refusals import Refused
 
-KEPT = 3
+SENT_LIMIT = 3
 """Contributions that a worker can be told to send again."""
 
 
@@ -54,53 +54,56 @@ class Obedient:
     sent: "list[tuple[tuple[Any, ...], Any]]"
     """The last contributions, with their answers."""
 
-    def fetch(self, *given: Any) -> Any:
+    def fetch(self, *arguments: Any) -> Any:
         self.papers.order("fetch")
-        return super().fetch(*given)  # type: ignore[misc]
+        return super().fetch(*arguments)  # type: ignore[misc]
 
-    def hand_in(self, *given: Any) -> Any:
+    def hand_in(self, *arguments: Any) -> Any:
         self.sent = getattr(self, "sent", [])
         do = self.papers.order("hand in")
         if do == "corrupt":
             self.flips = True
             with contextlib.suppress(Exception):
-                self._deliver(*given)
+                self._deliver(*arguments)
             self.flips = False
-        ack = self._deliver(*given)
+        ack = self._deliver(*arguments)
         do = self.papers.order("handed in")
         if do == "double":
-            again = self._deliver(*given)
-            assert again == ack, (again, ack)
+            second_ack = self._deliver(*arguments)
+            assert second_ack == ack, (second_ack, ack)
         if do == "replay" and self.sent:
             self._replay(*self.sent[0])
-        ticket, key, layout, tensors, report = given
-        self.sent = [*self.sent[-KEPT + 1 :], ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack)]
+        ticket, key, layout, tensors, report = arguments
+        self.sent = [
+            *self.sent[-SENT_LIMIT + 1 :],
+            ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack),
+        ]
         return ack
 
-    def _replay(self, given: tuple[Any, ...], ack: Any) -> None:
+    def _replay(self, arguments: tuple[Any, ...], ack: Any) -> None:
         """An old contribution once more: the same answer, or a refusal; it counts no second time."""
         with contextlib.suppress(Refused):
-            again = super().hand_in(*given)  # type: ignore[misc]
-            assert again == ack, (again, ack)
+            second_ack = super().hand_in(*arguments)  # type: ignore[misc]
+            assert second_ack == ack, (second_ack, ack)
 
-    def _deliver(self, *given: Any) -> Any:
-        ack = super().hand_in(*given)  # type: ignore[misc]
+    def _deliver(self, *arguments: Any) -> Any:
+        ack = super().hand_in(*arguments)  # type: ignore[misc]
         self.papers.got(ack)
         return ack
 
 
 def flipped(tensors: Any) -> dict[str, Any]:
     name = max(tensors, key=lambda name: tensors[name].numel())
-    other = tensors[name].clone()
-    other.view(torch.uint8).view(-1)[0] ^= 1
-    return {**tensors, name: other}
+    changed = tensors[name].clone()
+    changed.view(torch.uint8).view(-1)[0] ^= 1
+    return {**tensors, name: changed}
 
 
 class OrderedLink(Obedient, HttpsLink):
-    def _send(self, path: str, query: Any, shown: Any, offset: int, layout: Any, tensors: Any) -> str:
+    def _send(self, path: str, query: Any, ticket_headers: Any, offset: int, layout: Any, tensors: Any) -> str:
         if not self.flips:
-            return super()._send(path, query, shown, offset, layout, tensors)
-        super()._send(path, query, shown, offset, layout, flipped(tensors))
+            return super()._send(path, query, ticket_headers, offset, layout, tensors)
+        super()._send(path, query, ticket_headers, offset, layout, flipped(tensors))
         return digest_of(layout, tensors)
 
 

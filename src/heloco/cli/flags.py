@@ -31,10 +31,10 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             command: Parser = getattr(parsed, "parser", self)
-            known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+            options = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
             word = unknown[0].split("=")[0]
             if word.startswith("-"):
-                raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, known)}")
+                raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, options)}")
             raise UserError(f"`{command.prog}` does not know what to do with {word!r}: see `{command.prog} --help`.")
         return parsed
 
@@ -64,7 +64,7 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         hints, docs = get_type_hints(kind), field_docs(kind)
         for field in (f for f in fields(kind) if f.name not in without):
             default = getattr(getattr(defaults, section), field.name)
-            shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
+            suffix = "" if default in (None, [], "") else f" [{_format_default(default)}]"
             group.add_argument(
                 f"--{field.name.replace('_', '-')}",
                 dest=f"config.{field.name}",
@@ -72,7 +72,7 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
                 default=argparse.SUPPRESS,
                 nargs="?" if _is_bool(hints[field.name]) else None,
                 const="true" if _is_bool(hints[field.name]) else None,
-                help=(docs.get(field.name, "") + shown).replace("%", "%%"),
+                help=(docs.get(field.name, "") + suffix).replace("%", "%%"),
             )
 
 
@@ -81,7 +81,7 @@ def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
     return {key.removeprefix("config."): value for key, value in vars(parsed).items() if key.startswith("config.")}
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if isinstance(default, list):
         return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
     return str(default).lower() if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else str(default)

@@ -12,10 +12,10 @@ from heloco.errors import UserError
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
 
-WHOLE, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal")
+FIXED, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal")
 JOURNAL_SEGMENT = f"journal/events-{0:015d}.jsonl"
 """The journal comes as one long file of lines."""
-EVERY_S = 0.5
+REFRESH_EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
 LOST_S = 60.0
@@ -27,10 +27,10 @@ class Mirror:
 
     def __init__(self, link: "AdminLink") -> None:
         self.link = link
-        self._made = tempfile.TemporaryDirectory(prefix="heloco-watch-")
-        self.folder = Path(self._made.name) / "run"
+        self._temporary = tempfile.TemporaryDirectory(prefix="heloco-watch-")
+        self.folder = Path(self._temporary.name) / "run"
         self.folder.mkdir()
-        self._over = threading.Event()
+        self._is_closing = threading.Event()
         self._reached_s = time.monotonic()
         self._following: threading.Thread | None = None
 
@@ -52,10 +52,10 @@ class Mirror:
             info = self.link.describe()
             self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
             missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
-            while not self.has(WHOLE if info.external else (*WHOLE, "evals.jsonl")):
+            while not self.has(FIXED if info.external else (*FIXED, "evals.jsonl")):
                 if time.monotonic() - began > WAIT_S:
                     raise UserError(f"{missing} at {self.link.address}: try again later.")
-                time.sleep(EVERY_S)
+                time.sleep(REFRESH_EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
         except Refused as refused:
@@ -64,13 +64,13 @@ class Mirror:
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()
 
-    def has(self, wanted: Sequence[str]) -> bool:
+    def has(self, names: Sequence[str]) -> bool:
         """Whether there is something of these files, now that it was looked."""
         self.refresh()
-        return all((self.folder / name).exists() for name in wanted)
+        return all((self.folder / name).exists() for name in names)
 
     def refresh(self) -> None:
-        for name in (*WHOLE, *GROWING):
+        for name in (*FIXED, *GROWING):
             if name in GROWING or not (self.folder / name).exists():
                 self._read_on(name)
 
@@ -87,7 +87,7 @@ class Mirror:
         from heloco.cluster.protocol.link import LinkDown
         from heloco.cluster.protocol.refusals import Refused
 
-        while not self._over.wait(EVERY_S):
+        while not self._is_closing.wait(REFRESH_EVERY_S):
             try:
                 self.refresh()
                 self._reached_s = time.monotonic()
@@ -95,8 +95,8 @@ class Mirror:
                 continue
 
     def close(self) -> None:
-        self._over.set()
+        self._is_closing.set()
         if self._following is not None:
             self._following.join(CLOSING_S)  # it may be writing into what goes now
         self.link.close()
-        self._made.cleanup()
+        self._temporary.cleanup()

@@ -11,9 +11,9 @@ from heloco.errors import UserError, nearest
 FORMATS = ("table", "markdown", "csv")
 
 
-def add_report_flags(made: Parser) -> None:
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
-    made.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
+def add_report_flags(parser: Parser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
 
 
 def report(parsed: argparse.Namespace) -> int:
@@ -43,11 +43,11 @@ def write(out: Path, page: str) -> None:
         raise UserError(f"{out} cannot be written ({error.strerror}): choose another --out.") from error
 
 
-def add_compare_flags(made: Parser) -> None:
-    made.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
-    made.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
-    made.add_argument("--at-time", metavar="S", help="the budget of seconds, virtual or real [what all runs reached]")
-    made.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
+def add_compare_flags(parser: Parser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
+    parser.add_argument("--at-tokens", metavar="N", help="the budget of tokens (or samples) [what all runs reached]")
+    parser.add_argument("--at-time", metavar="S", help="the budget of seconds, virtual or real [what all runs reached]")
+    parser.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
 
 
 def compare(parsed: argparse.Namespace) -> int:

@@ -24,33 +24,35 @@ PAGE = "heloco.cli.page:page_of"
 EVERYWHERE = "0.0.0.0"
 
 
-def add_serve_flags(made: Parser) -> None:
-    made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
-    made.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
-    made.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
-    made.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
-    made.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
-    made.add_argument("--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]")
-    made.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
-    made.add_argument("--key", metavar="FILE", default="")
-    made.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
-    made.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
-    add_config_flags(made, without=("workers",))
+def add_serve_flags(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
+    parser.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
+    parser.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
+    parser.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
+    parser.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
+    parser.add_argument(
+        "--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]"
+    )
+    parser.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
+    parser.add_argument("--key", metavar="FILE", default="")
+    parser.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
+    add_config_flags(parser, without=("workers",))
 
 
 def serve(parsed: argparse.Namespace) -> int:
     from heloco.cluster.server.process import ListenConfig
 
-    local = whole(parsed.workers, "workers")
-    before = (ListenConfig.kept(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
-    port = whole(parsed.port, "port") if parsed.port else before.port
+    local = parse_count(parsed.workers, "workers")
+    previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
+    port = parse_count(parsed.port, "port") if parsed.port else previous.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
-    host = parsed.host or before.host
-    names = tuple(parsed.name) or (before.names if host == before.host else ()) or own_names(host)
+    host = parsed.host or previous.host
+    names = tuple(parsed.name) or (previous.names if host == previous.host else ()) or own_names(host)
     page = PAGE if page_can_be_shown() else ""
-    cert, key = (str(Path(given).resolve()) if given else "" for given in (parsed.cert, parsed.key))
-    listen = ListenConfig(host, port, names, cert or before.cert, key or before.key, page)
+    cert, key = (str(Path(path).resolve()) if path else "" for path in (parsed.cert, parsed.key))
+    listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port)
     return carry_on(spec_for(parsed, local, listen), local, parsed.ray)
@@ -78,7 +80,7 @@ def check_port(host: str, port: int) -> None:
     listen(host, port).close()
 
 
-def whole(text: str, name: str) -> int:
+def parse_count(text: str, name: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
@@ -92,7 +94,7 @@ def page_can_be_shown() -> bool:
 
 def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
     """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
-    from heloco.cluster.server.open_run import check_served
+    from heloco.cluster.server.open_run import check_servable
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.config import FIELDS, read_toml, to_toml
@@ -108,15 +110,15 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
         return ServeSpec(str(parsed.run), "", cluster, flags.get("data"), listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = whole(parsed.seats, "seats") if parsed.seats else 0
+    seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
-    check_served(config)
+    check_servable(config)
     if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
         RunFolder.check_free(parsed.out)
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
 
-def with_seats(values: dict[str, Any], wanted: int) -> dict[str, Any]:
+def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
     """The values of a run on real machines: these have paces of their own, so only the number of workers is said.
 
     `wanted`: how many workers, where the config does not say it; 0: as many as a simulation has."""
@@ -124,7 +126,7 @@ def with_seats(values: dict[str, Any], wanted: int) -> dict[str, Any]:
         return values  # refused where they are not all 1
     from heloco.run import RunConfig
 
-    workers = int(values.get("workers") or wanted or len(RunConfig().workers.paces))
+    workers = int(values.get("workers") or count or len(RunConfig().workers.paces))
     return {**values, "paces": [1.0] * workers, "workers": 0}
 
 
@@ -207,7 +209,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
         caught.append(number)
 
     engine = engine_for(spec, local, ray)  # until it stands, Ctrl-C ends it at once
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for notice in engine.notices:
             print(notice, flush=True)
@@ -216,22 +218,22 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
             print(f"{spec.folder} is finished: all {state.planned} arrivals are in.")
             return 0
         announce(engine, spec, ray)
-        ended = follow(engine, Path(spec.folder), lambda: bool(caught))
+        end = follow(engine, Path(spec.folder), lambda: bool(caught))
         if caught:
             engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
-        if caught or (ended is not None and ended.kind == "stopped"):
+        if caught or (end is not None and end.kind == "stopped"):
             print(how_to_go_on(spec), flush=True)
-        if ended is None or ended.kind != "failed":
+        if end is None or end.kind != "failed":
             let_all_hear_of_it(engine)
-        if caught or ended is None:
+        if caught or end is None:
             return 128 + caught[0]
     finally:
         engine.close()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if ended.kind in ("failed", "gave-up"):
-        raise UserError(f"The run has ended: {ended.text}")
-    if ended.kind == "finished":
+    if end.kind in ("failed", "gave-up"):
+        raise UserError(f"The run has ended: {end.text}")
+    if end.kind == "finished":
         print(f"The run's folder: {spec.folder}")
     return 0
 
@@ -245,29 +247,29 @@ def how_to_go_on(spec: "ServeSpec") -> str:
 def let_all_hear_of_it(engine: Engine) -> None:
     """Machines come for the last model and leave; those that do not come are not waited for long."""
     now = time.monotonic()
-    least, most = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    while (now := time.monotonic()) < least or (now < most and engine.status().machines):
+    earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
+    while (now := time.monotonic()) < earliest or (now < latest and engine.status().machines):
         time.sleep(0.1)
 
 
 def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
     if not engine.address:
         return
-    shown, worker = reachable(engine.address, spec), engine.token("worker")
+    address, worker = reachable(engine.address, spec), engine.token("worker")
     if is_external(spec):
-        print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={worker}", flush=True)
+        print(f"In training scripts:  HELOCO_ADDRESS={address} HELOCO_TOKEN={worker}", flush=True)
     else:
-        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {shown}", flush=True)
+        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {address}", flush=True)
         if ray not in ("auto", "off"):
             print(f"On Ray's nodes:     heloco join ray:{ray.removeprefix('ray:')}", flush=True)
     viewer = engine.token("viewer")
-    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {shown}", flush=True)
+    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {address}", flush=True)
     if spec.listen and not spec.listen.page:
         print('Live page:          needs plotly and jinja2: pip install "heloco[report]"', flush=True)
     elif spec.listen:
         from heloco.cluster.protocol.tokens import parse_token
 
-        print(f"Live page:          {shown}/page?key={parse_token(viewer).secret}", flush=True)
+        print(f"Live page:          {address}/page?key={parse_token(viewer).secret}", flush=True)
     print(f"To control it:      heloco stop {spec.folder} (also pause, unpause, evict, tokens, rollback)", flush=True)
 
 
@@ -275,8 +277,8 @@ def is_external(spec: "ServeSpec") -> bool:
     """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train."""
     import tomllib
 
-    kept = Path(spec.folder) / "config.toml"
-    text = spec.config or (kept.read_text() if kept.exists() else "")
+    config_path = Path(spec.folder) / "config.toml"
+    text = spec.config or (config_path.read_text() if config_path.exists() else "")
     return bool(tomllib.loads(text).get("data", {}).get("task") == "external")
 
 

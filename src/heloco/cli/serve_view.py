@@ -36,10 +36,10 @@ def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ende
     if not console.is_terminal:
         return _look_on(engine, view, stopping, view.tell)
     with Live(console=console, refresh_per_second=4) as live:
-        ended = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
+        end = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
     for table in final_tables(folder):
         console.print(table)
-    return ended
+    return end
 
 
 def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
@@ -79,8 +79,8 @@ class Tail:
         self.path = path
         size = path.stat().st_size if path.exists() else 0
         self._offset = max(0, size - TAIL_BYTES)
-        before = list(self.more())
-        self.last: Record | None = before[-1] if before else None
+        lines = list(self.more())
+        self.last: Record | None = lines[-1] if lines else None
 
     def more(self) -> Iterator[Record]:
         if not self.path.exists():
@@ -138,10 +138,10 @@ class RunView:
 
     def _mark(self, line: Record) -> list[tuple[int, str]]:
         """Where nothing is evaluated: now and then, what the machines say of their losses."""
-        every, planned = self._settings()
-        if line["arrival"] % every and line["arrival"] != planned:
+        interval, planned = self._settings()
+        if line["arrival"] % interval and line["arrival"] != planned:
             return []
-        recent = self._losses[-every:]
+        recent = self._losses[-interval:]
         loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
         return [(line["arrival"], f"real {duration(line['time_s'])}  {loss}")]
 
@@ -174,14 +174,14 @@ class RunView:
 
     def tell(self, status: Status) -> None:
         """Elsewhere than on a terminal: a line for whoever comes or goes, for each pause and each evaluation."""
-        here = {m.machine: m.name for m in status.machines if not m.is_away}
-        for machine, name in here.items():
+        present = {m.machine: m.name for m in status.machines if not m.is_away}
+        for machine, name in present.items():
             if machine not in self._machines:
-                print(f"{name} is here ({count_machines(len(here))}).", flush=True)
+                print(f"{name} is here ({count_machines(len(present))}).", flush=True)
         for machine, name in self._machines.items():
-            if machine not in here:
-                print(f"{name} is gone ({count_machines(len(here))}).", flush=True)
-        self._machines = here
+            if machine not in present:
+                print(f"{name} is gone ({count_machines(len(present))}).", flush=True)
+        self._machines = present
         paused = status.paused.text if status.paused else ""
         if paused != self._paused:
             self._paused = paused

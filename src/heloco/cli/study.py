@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from heloco.study.spec import Study
 
 
-def add_study_flags(made: Parser) -> None:
+def add_study_flags(parser: Parser) -> None:
     def add(flag: str, metavar: str, about: str, **options: Any) -> None:
-        made.add_argument(flag, metavar=metavar, help=about, **options)
+        parser.add_argument(flag, metavar=metavar, help=about, **options)
 
-    made.add_argument("study", nargs="?", metavar="STUDY", help="which one, by name, or the path of a TOML file of yours")
-    made.add_argument("--list", action="store_true", help="what there is, how many runs each has and what they cost")
+    parser.add_argument("study", nargs="?", metavar="STUDY", help="which one, by name, or the path of a TOML file of yours")
+    parser.add_argument("--list", action="store_true", help="what there is, how many runs each has and what they cost")
     add("--data", "DIR", "a folder of text with a file or sub-folder per language, or hf:DATASET [small: builtin]")
     add("--tokenizer", "TEXT", "bytes, gpt2, or the path of a tokenizer.json [gpt2; small: bytes]")
     add("--languages", "X,X,…", "which sources of the data, in the workers' order [all]")
@@ -66,7 +66,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
     from heloco.task.corpus import rich_progress
 
     names = ("data", "tokenizer", "languages", "device")
-    given = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     with rich_progress() as progress:
         return make_plan(
             chosen,
@@ -74,7 +74,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
             seeds=whole_number("seeds", parsed.seeds),
             rows=split_names(parsed.rows, ";"),
             methods=split_names(parsed.methods, ","),
-            settings=given,
+            settings=settings,
             build_task=lambda config: build_task(config, progress),
         )
 
@@ -86,8 +86,8 @@ def whole_number(name: str, text: str) -> int:
         raise UserError(f"{name} cannot be {text!r}: give a whole number.") from None
 
 
-def split_names(given: list[str] | None, separator: str) -> list[str]:
-    return [name.strip() for text in given or () for name in text.split(separator)]
+def split_names(texts: list[str] | None, separator: str) -> list[str]:
+    return [name.strip() for text in texts or () for name in text.split(separator)]
 
 
 def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
@@ -109,26 +109,27 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     if device.type == "cpu" and parsed.scale == "small":
         torch.set_num_threads(1)  # the matrices are so small that threads would mostly wait for each other
     console = wide_console()
-    there = len(plan.runs) - len(missing)
-    print(f"{plan.study.title}: {len(plan.runs)} runs, {there} of them there already, on {device.type}.", flush=True)
+    finished_before = len(plan.runs) - len(missing)
+    print(f"{plan.study.title}: {len(plan.runs)} runs, {finished_before} of them there already, on {device.type}.", flush=True)
     caught: list[int] = []
 
     def stop(caught_now: int, _: FrameType | None) -> None:
         caught.append(caught_now)
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Watching(len(plan.runs), there, console) as display:
+        with Watching(len(plan.runs), finished_before, console) as display:
             run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
     except StopRequested:
-        kept = len(plan.runs) - len(plan.missing(folder.store))
+        finished = len(plan.runs) - len(plan.missing(folder.store))
         print(
-            f"Stopped: {kept} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. The same command goes on."
+            f"Stopped: {finished} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. "
+            "The same command goes on."
         )
         return 128 + caught[0]
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
     for table in write_results(plan, folder):
         console.print(in_terminal(table))
     if not available():
@@ -142,8 +143,9 @@ def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -
 
     missing = plan.missing(folder.store)
     hours = hours_here(missing, "cpu")
-    shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
+    hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
     raise UserError(
-        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about {shown} "
-        f"hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu goes ahead all the same."
+        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about "
+        f"{hours_text} hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu "
+        "goes ahead all the same."
     )

@@ -15,22 +15,24 @@ if TYPE_CHECKING:
     from heloco.report.reading import Run
 
 
-def add_watch_flags(made: Parser) -> None:
-    made.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served")
-    add_token_flags(made, "viewer")
-    made.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
-    made.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
-    made.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
+def add_watch_flags(parser: Parser) -> None:
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="folders of runs of one task, or the address of one that is served"
+    )
+    add_token_flags(parser, "viewer")
+    parser.add_argument("--text", action="store_true", help="in the terminal, until the runs have ended")
+    parser.add_argument("--host", metavar="NAME", default="127.0.0.1", help="where to listen [127.0.0.1: this machine alone]")
+    parser.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
 
 
 def watch(parsed: argparse.Namespace) -> int:
     mirrors: list[Mirror] = []
     with contextlib.ExitStack() as stack:
-        folders = [here(run, parsed, stack, mirrors) for run in parsed.runs]
-        return show(parsed, folders, lambda: next((why for mirror in mirrors if (why := mirror.lost())), ""))
+        folders = [local_folder(run, parsed, stack, mirrors) for run in parsed.runs]
+        return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.lost())), ""))
 
 
-def here(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
+def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
     """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
@@ -69,29 +71,29 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
     from heloco.report.terminal import Progress, tables
 
     console = Console()
-    shown = [Progress(run.summary, run.planned or run.summary.arrivals, console) for run in runs]
-    told = [0] * len(runs)
+    displays = [Progress(run.summary, run.planned or run.summary.arrivals, console) for run in runs]
+    lines_shown = [0] * len(runs)
 
     def look() -> bool:
         """Takes in what is new; whether a run is still going."""
-        for i, (run, progress) in enumerate(zip(runs, shown, strict=True)):
+        for i, (run, progress) in enumerate(zip(runs, displays, strict=True)):
             run.refresh()
             progress.summary = run.summary
             if not console.is_terminal:
-                for line in run.progress_lines[told[i] :]:
+                for line in run.progress_lines[lines_shown[i] :]:
                     progress.tell(line)
-                told[i] = len(run.progress_lines)
-        going = not all(run.is_whole for run in runs)
-        if going and (why := lost()):
-            raise RunStopped(why)
-        return going
+                lines_shown[i] = len(run.progress_lines)
+        is_going = not all(run.is_whole for run in runs)
+        if is_going and (reason := lost()):
+            raise RunStopped(reason)
+        return is_going
 
     if console.is_terminal:
-        with Live(Group(*(p.panel() for p in shown)), console=console, refresh_per_second=4) as live:
+        with Live(Group(*(p.panel() for p in displays)), console=console, refresh_per_second=4) as live:
             while look():
-                live.update(Group(*(p.panel() for p in shown)))
+                live.update(Group(*(p.panel() for p in displays)))
                 time.sleep(0.5)
-            live.update(Group(*(p.panel() for p in shown)))
+            live.update(Group(*(p.panel() for p in displays)))
     else:
         while look():
             time.sleep(0.5)

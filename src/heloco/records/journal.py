@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from heloco.disk import forget_cached, make_durable, make_folder_durable
+from heloco.disk import drop_cached_pages, make_durable, make_folder_durable
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import Event
 
@@ -48,14 +48,14 @@ class _Header(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JournalDamaged(UserError):
-    """A line is not what was written. `good` is the place before it."""
+    """A line is not what was written. `last_good` is the place before it."""
 
-    def __init__(self, path: Path, good: Mark) -> None:
+    def __init__(self, path: Path, last_good: Mark) -> None:
         super().__init__(
-            f"{path}: the line of event {good.number + 1} was edited, or lines before it are missing. Restore the file from a "
-            f"copy, or return to what is left with `heloco rollback {path.parent.parent}`."
+            f"{path}: the line of event {last_good.number + 1} was edited, or lines before it are missing. Restore the file from "
+            f"a copy, or return to what is left with `heloco rollback {path.parent.parent}`."
         )
-        self.good = good
+        self.last_good = last_good
 
 
 class JournalTaken(RunStopped):
@@ -99,26 +99,26 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
 
     A last line without its end, as a kill leaves it, is left out. A damaged one is a `JournalDamaged`."""
     mark = first_mark(folder) if since is None else since
-    known = segments(folder)
-    if since is not None and known and not _reaches(folder, known, mark):
+    all_segments = segments(folder)
+    if since is not None and all_segments and not _reaches(folder, all_segments, mark):
         raise JournalDamaged(folder / _segment_name(mark.position), mark)
-    for index, (base, path) in enumerate(known):
-        following = known[index + 1][0] if index + 1 < len(known) else None
+    for index, (base, path) in enumerate(all_segments):
+        following = all_segments[index + 1][0] if index + 1 < len(all_segments) else None
         if following is not None and following <= mark.position:
             continue
         if base > mark.position:
             raise JournalDamaged(path, mark)
-        for event, after in _read_segment(path, base, mark, is_last=following is None):
-            mark = after
+        for event, mark_after in _read_segment(path, base, mark, is_last=following is None):
+            mark = mark_after
             if event is not None:
                 yield event, mark
 
 
-def _reaches(folder: Path, known: list[tuple[int, Path]], mark: Mark) -> bool:
+def _reaches(folder: Path, candidates: list[tuple[int, Path]], mark: Mark) -> bool:
     """Whether the journal has a line that ends at the mark with the mark's seal, or a segment that begins there."""
-    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in known):
+    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in candidates):
         return True
-    base, path = max((each for each in known if each[0] < mark.position), default=(0, folder / "missing"))
+    base, path = max((candidate for candidate in candidates if candidate[0] < mark.position), default=(0, folder / "missing"))
     if not path.is_file() or path.stat().st_size < mark.position - base:
         return False
     with path.open("rb") as file:
@@ -166,8 +166,8 @@ def _checked_line(line: bytes, mark: Mark, path: Path) -> tuple[Event, Mark]:
     return event, Mark(mark.number + 1, mark.position + len(line), seal)
 
 
-def _seal(before: str, body: bytes) -> str:
-    return hashlib.blake2b(before.encode() + body, digest_size=6).hexdigest()
+def _seal(previous: str, body: bytes) -> str:
+    return hashlib.blake2b(previous.encode() + body, digest_size=6).hexdigest()
 
 
 def _segment_name(position: int) -> str:
@@ -221,15 +221,15 @@ class Journal:
     def _find_end(self, since: Mark) -> Mark:
         for _, path in segments(self.folder):
             with path.open("rb") as file:
-                forget_cached(file.fileno())
+                drop_cached_pages(file.fileno())
         end = since
         try:
             for _, mark in read_events(self.folder, since):
                 end = mark
         except JournalDamaged as damage:
-            if damage.good.number < self.acknowledged or self.acknowledged < 0:
+            if damage.last_good.number < self.acknowledged or self.acknowledged < 0:
                 raise
-            end = damage.good  # what comes after it was never acknowledged
+            end = damage.last_good  # what comes after it was never acknowledged
         if end.number < self.acknowledged:
             raise UserError(
                 f"{self.folder} is cut short: it reaches to event {end.number}, and event {self.acknowledged} was acknowledged. "
@@ -239,17 +239,17 @@ class Journal:
 
     def _open_segment(self) -> None:
         """Cuts the journal off at its end, and goes on there."""
-        known = segments(self.folder)
-        for base, path in known:
+        all_segments = segments(self.folder)
+        for base, path in all_segments:
             if base >= self.end.position:
                 path.unlink()
-        before = [each for each in known if each[0] < self.end.position]
-        if not before or not _reaches(self.folder, before, self.end):
-            if before:  # damaged, but before a checkpoint that has all that was acknowledged: kept aside
-                before[-1][1].rename(before[-1][1].with_suffix(".damaged"))
+        earlier = [candidate for candidate in all_segments if candidate[0] < self.end.position]
+        if not earlier or not _reaches(self.folder, earlier, self.end):
+            if earlier:  # damaged, but before a checkpoint that has all that was acknowledged: kept aside
+                earlier[-1][1].rename(earlier[-1][1].with_suffix(".damaged"))
             self._begin_segment()
             return
-        self._base, self._path = before[-1]
+        self._base, self._path = earlier[-1]
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND)
         os.ftruncate(self._file, self.end.position - self._base)
 
@@ -297,17 +297,17 @@ class Journal:
         1. Somebody removes or replaces the file: what was written is still in the open one, and is put back.
         2. Somebody cuts or edits it: what was acknowledged is only in this process's memory any more; the run must stop."""
         size = self.end.position - self._base
-        opened = os.fstat(self._file)
-        if opened.st_size != size:
+        info = os.fstat(self._file)
+        if info.st_size != size:
             raise JournalTaken(
-                f"{self._path} was changed by somebody else while the run was going on ({opened.st_size} bytes instead of "
+                f"{self._path} was changed by somebody else while the run was going on ({info.st_size} bytes instead of "
                 f"{size}), so the run stops. Its state was saved: leave the journal alone and serve the run again."
             )
         try:
-            in_place = os.path.samestat(self._path.stat(), opened)
+            is_in_place = os.path.samestat(self._path.stat(), info)
         except FileNotFoundError:
-            in_place = False
-        if not in_place:
+            is_in_place = False
+        if not is_in_place:
             self._put_back(size)
 
     def _put_back(self, size: int) -> None:
@@ -361,15 +361,15 @@ class Journal:
         Whether anything was removed: a replay can then no longer begin at the first event."""
         if self._bytes_kept <= budget_bytes:
             return False
-        before = self._bytes_kept
+        bytes_before = self._bytes_kept
         for number in contribution_numbers(self.folder):
             if number <= until.number:
                 self._remove(contribution_path(self.folder, number))
-        known = segments(self.folder)
-        for (_, path), (following, _) in itertools.pairwise(known):
+        all_segments = segments(self.folder)
+        for (_, path), (following, _) in itertools.pairwise(all_segments):
             if following <= until.position and self._bytes_kept > budget_bytes:
                 self._remove(path)
-        return self._bytes_kept < before
+        return self._bytes_kept < bytes_before
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -2,7 +2,7 @@
 
     heloco-worker.SECRET.FINGERPRINT
 
-So a machine knows the synchronizer by its certificate itself: no authority has to vouch for it, and its name may change."""
+The fingerprint identifies the synchronizer: no certificate authority is needed, and its host name may change."""
 
 import re
 from typing import NamedTuple, get_args

@@ -39,17 +39,17 @@ class PrivateFolder:
         trouble = "there is no place for it"
         for place, prefix in _places(run):
             try:
-                made = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
+                folder = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
             except OSError as error:
                 trouble = f"{place}: {error.strerror}"
                 continue
             try:
-                made.check()
-                made._check_sockets()
-                return made
+                folder.check()
+                folder._check_sockets()
+                return folder
             except (OSError, UserError) as error:
                 trouble = str(error)
-                made.remove()
+                folder.remove()
         raise UserError(
             f"Ray's files need a folder that nobody else can enter ({trouble}): set XDG_RUNTIME_DIR or TMPDIR to a folder of "
             "yours with a short path, or leave Ray out with --ray off."
@@ -62,22 +62,22 @@ class PrivateFolder:
 
     def check(self) -> None:
         """Raises a UserError where another user could read or change what is in the folder."""
-        found = os.lstat(self.path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        info = os.lstat(self.path)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise UserError(f"{self.path} is not a folder of this user alone: somebody has changed it. Start again.")
         for above in self.path.parents:
-            around = os.lstat(above)
-            is_shared = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
-            if is_shared or around.st_uid not in _trusted_owners():
+            parent_info = os.lstat(above)
+            is_shared = parent_info.st_mode & 0o022 and not parent_info.st_mode & stat.S_ISVTX
+            if is_shared or parent_info.st_uid not in _trusted_owners():
                 raise UserError(f"{above} is another user's, or others may rename what is in it: {self.path} is not safe there.")
 
     def _check_sockets(self) -> None:
         """Whether Ray's sockets can be made here: the path may be too long, or the file system may have none."""
-        longest = self.rays_own / LONGEST_SOCKET
-        longest.parent.mkdir(parents=True)
+        path = self.rays_own / LONGEST_SOCKET
+        path.parent.mkdir(parents=True)
         with socket.socket(socket.AF_UNIX) as probe:
             try:
-                probe.bind(str(longest))
+                probe.bind(str(path))
             except OSError as error:
                 raise UserError(f"{self.path} cannot hold Ray's sockets ({error})") from error
         shutil.rmtree(self.rays_own)
@@ -104,8 +104,8 @@ def read_own(path: Path) -> str:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read safely ({error.strerror}): give a plain file of this user.") from error
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
         os.close(handle)
         raise UserError(f"{path} is not a plain file of this user: somebody has put it there.")
     with os.fdopen(handle, encoding="utf-8", errors="replace") as file:

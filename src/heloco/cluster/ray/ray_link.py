@@ -30,7 +30,7 @@ ANSWER_S = 60.0
 """For requests without tensors: an evaluation or a checkpoint may be under way."""
 PING_EVERY_S = 3.0
 READY_S = 3.0
-ANEW_S = 20.0
+RECONNECT_AFTER_S = 20.0
 """Without a synchronizer for so long, a node's process connects anew: its connection may be to a head that another has replaced,
 and Ray itself never notices that."""
 
@@ -39,7 +39,7 @@ class RayLink:
     def __init__(self, address: str = "", token: str = "", *, tls: Tls | None = None, name: str = NAME) -> None:
         """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, empty inside Ray's own processes."""
         self.address = address or "this Ray cluster"
-        self._where, self._token, self._tls, self._name = address, token, tls, name
+        self._join_address, self._token, self._tls, self._name = address, token, tls, name
         self._is_client = address.startswith("ray://")
         self._cluster: Cluster | None = None
         self._handle: Any = None
@@ -55,8 +55,8 @@ class RayLink:
 
     def _connect(self) -> None:
         with self._lock:
-            if self._where and not self._ray.is_initialized():
-                self._cluster = start_ray(self._where, token=self._token, tls=self._tls)
+            if self._join_address and not self._ray.is_initialized():
+                self._cluster = start_ray(self._join_address, token=self._token, tls=self._tls)
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -67,7 +67,7 @@ class RayLink:
 
     # ---- asking
 
-    def _actor(self, *, anew: bool = True) -> Any:
+    def _actor(self, *, may_reconnect: bool = True) -> Any:
         """Looked up by its name again after it was lost: the head starts another one from the journal. `anew`: where that is in
         vain for long, the connection is ended, and the next one who asks makes another."""
         if not self._ray.is_initialized():
@@ -82,15 +82,15 @@ class RayLink:
                 self._handle = self._ray.get_actor(self._name, namespace=NAMESPACE)
                 self._missed_s = 0.0
             except ValueError:
-                if anew:
-                    self._missed()
+                if may_reconnect:
+                    self._note_missing()
                 raise LinkDown("No run is being served in the Ray cluster at the moment.") from None
         return self._handle
 
-    def _missed(self) -> None:
+    def _note_missing(self) -> None:
         now_s = time.monotonic()
         self._missed_s = self._missed_s or now_s
-        if self._cluster is not None and now_s - self._missed_s > ANEW_S:
+        if self._cluster is not None and now_s - self._missed_s > RECONNECT_AFTER_S:
             self._missed_s = 0.0
             with self._beating:
                 self._disconnect()
@@ -119,13 +119,13 @@ class RayLink:
             self._handle = None
             raise LinkDown(f"The synchronizer cannot be asked ({_first_line(error)}).") from error
 
-    def _ask(self, method: str, *given: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
+    def _ask(self, method: str, *arguments: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
         with self._reaching():
             actor = self._actor()
-            reference = getattr(actor, method).remote(*given)
-            return _read(self._awaited(actor, reference, within_s, machine))
+            reference = getattr(actor, method).remote(*arguments)
+            return _read(self._wait_for(actor, reference, within_s, machine))
 
-    def _awaited(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
+    def _wait_for(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
         """What a reference stands for, for as long as the synchronizer answers pings; it ends all the same."""
         until = time.monotonic() + within_s
         while not self._ray.wait([reference], timeout=min(PING_EVERY_S, within_s))[0]:
@@ -153,7 +153,7 @@ class RayLink:
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
         with self._beating, self._reaching():
-            actor = self._actor(anew=False)
+            actor = self._actor(may_reconnect=False)
             answer: m.BeatAnswer = _read(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
             return answer
 
@@ -230,33 +230,35 @@ class RayLink:
         shared = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
         if len(self._room) != layout.size:
             self._room = np.empty(layout.size, np.uint8)
-        arrived = 0
+        bytes_received = 0
         with self._reaching():
             self._ray.wait(shared, num_returns=len(shared), timeout=0)  # all may come at once
             while shared:
-                piece = self._awaited(self._actor(), shared.pop(0), within_s, ticket.machine)
-                if arrived + len(piece) > layout.size:
+                piece = self._wait_for(self._actor(), shared.pop(0), within_s, ticket.machine)
+                if bytes_received + len(piece) > layout.size:
                     break
-                self._room[arrived : arrived + len(piece)] = piece  # what Ray shares with others is not ours to write to
-                arrived += len(piece)
-            self._actor().got.remote(ticket.machine)
-        if arrived != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
+                self._room[bytes_received : bytes_received + len(piece)] = (
+                    piece  # what Ray shares with others is not ours to write to
+                )
+                bytes_received += len(piece)
+            self._actor().release_start.remote(ticket.machine)
+        if bytes_received != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
             raise LinkDown("What arrived is not of the run's model: the synchronizer has changed its run.")
 
     def hand_in(
         self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: m.ContributionReport
     ) -> m.Acknowledgement:
-        boxed, digest = self._put(layout, tensors)
+        references, digest = self._put(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
-        asked = ("hand_in", ticket, key, boxed, digest, report)
-        ack: m.Acknowledgement = self._ask(*asked, within_s=within_s, machine=ticket.machine)
+        call = ("hand_in", ticket, key, references, digest, report)
+        ack: m.Acknowledgement = self._ask(*call, within_s=within_s, machine=ticket.machine)
         return ack
 
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        boxed, digest = self._put(layout, tensors)
+        references, digest = self._put(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
         commit = m.ModelCommit(names=tuple(names), digest=digest)
-        self._ask("send_model", ticket, layout, boxed, commit, within_s=within_s, machine=ticket.machine)
+        self._ask("send_model", ticket, layout, references, commit, within_s=within_s, machine=ticket.machine)
 
     def _put(self, layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[list[Any], str]:
         """References to the tensors' file in this machine's store, in pieces, from which the synchronizer takes them when it
