@@ -472,8 +472,8 @@ def test_the_links_side_loads_no_server_and_the_package_neither():
 
 
 def test_a_port_that_is_taken_and_an_address_of_others_are_sentences(served):
-    for host, port, says in (("127.0.0.1", served.port, "is taken"), ("192.0.2.1", 0, "no address of this machine"),
-                             ("no.such.host.invalid", 0, "no address to listen at")):  # fmt: skip
+    for host, port, says in (("127.0.0.1", served.port, "is taken"), ("192.0.2.1", 0, "not an address of this machine"),
+                             ("no.such.host.invalid", 0, "not an address to listen at")):  # fmt: skip
         with pytest.raises(UserError, match=says):
             GatewayServer(served.host, served.server.credentials, host, port).start()
 

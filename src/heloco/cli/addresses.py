@@ -1,4 +1,4 @@
-"""Which run a command means, and by which token: an address, or the folder of a run that is served on this machine."""
+"""Finds the run and the token for a command: from an address, or from the folder of a run that is served on this machine."""
 
 import argparse
 import os
@@ -34,12 +34,12 @@ def add_token_flags(parser: Parser, right: str) -> None:
 
 
 def named_address(parsed: argparse.Namespace) -> str:
-    """The address that was given, or is in the environment; empty where there is none."""
+    """The address from the command line or the environment; empty if there is none."""
     return str(parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
 
 
 def link_from_flags(parsed: argparse.Namespace, right: "Right") -> Any:
-    """A link to the run that is meant, with a token of that right."""
+    """A link to the run named on the command line, with a token of that right."""
     address = named_address(parsed)
     if not address:
         raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
@@ -57,7 +57,7 @@ def link_to(address: str, token: str | None, token_file: str | None, right: "Rig
 
 
 def local_run(folder: Path, right: "Right") -> tuple[str, str]:
-    """(address, token) of a run that is served on this machine, from its own folder."""
+    """(address, token) of a run that is served on this machine, from its folder."""
     from heloco.cluster.gateway.credentials import CERTIFICATE, fingerprint_in
     from heloco.cluster.server.process import CREDENTIALS, ListenConfig
     from heloco.cluster.server.token_book import FILE, TokenBook
@@ -75,7 +75,7 @@ def local_run(folder: Path, right: "Right") -> tuple[str, str]:
 
 
 def ask_once(ask: Callable[[], T]) -> T:
-    """One request, for commands that do not wait for a run to come back."""
+    """Makes one request without retries, and turns failures into UserError."""
     from heloco.cluster.protocol.link import LinkDown
     from heloco.cluster.protocol.refusals import Code, Refused
 

@@ -1,4 +1,4 @@
-"""`heloco stop`, `pause`, `unpause`, `evict`, `tokens`: ruling a run that is served, with an admin's token."""
+"""`heloco stop`, `pause`, `unpause`, `evict`, `tokens`: controlling a served run, with an admin token."""
 
 import argparse
 import json
@@ -15,31 +15,31 @@ def add_admin_flags(parser: Parser) -> None:
 def add_evict_flags(parser: Parser) -> None:
     parser.add_argument("machine", metavar="MACHINE", help="its id, or its name where only one machine has it")
     add_address_flags(parser, "admin")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal, and for who runs the machine")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal and for the machine's user")
 
 
 def add_pause_flags(parser: Parser) -> None:
     add_address_flags(parser, "admin")
-    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal, and for who looks at the run")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal and for its viewers")
 
 
 def add_tokens_flags(parser: Parser) -> None:
     add_address_flags(parser, "admin")
     parser.add_argument("--new", metavar="{worker,viewer,admin}", help="make a token with this right, and print it")
     parser.add_argument("--note", metavar="TEXT", default="", help="what the new token is for")
-    parser.add_argument("--revoke", metavar="ID", help="make a token void; machines that came with it are sent away")
+    parser.add_argument("--revoke", metavar="ID", help="revoke a token; machines that joined with it are evicted")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def stop(parsed: argparse.Namespace) -> int:
     ask_once(lambda: link_from_flags(parsed, "admin").stop("stopped by `heloco stop`"))
-    print("The run is stopped and saved: `heloco serve` with its folder goes on.")
+    print("The run is stopped and saved. `heloco serve` with its folder continues it.")
     return 0
 
 
 def pause(parsed: argparse.Namespace) -> int:
     ask_once(lambda: link_from_flags(parsed, "admin").pause(parsed.reason))
-    print("The run is paused: rounds under way still count, and `heloco unpause` goes on.")
+    print("The run is paused. Rounds under way still count, and `heloco unpause` continues it.")
     return 0
 
 
@@ -57,7 +57,7 @@ def evict(parsed: argparse.Namespace) -> int:
     matches = [m for m in machines if parsed.machine in (m.machine, m.name)]
     if not matches and "#" in parsed.machine:  # an id: the machine may have left
         ask_once(lambda: link.evict(parsed.machine, parsed.reason))
-        print(f"{parsed.machine} is not here, and may not come back.")
+        print(f"{parsed.machine} is not here and may not come back.")
         return 0
     if not matches:
         present = ", ".join(m.machine for m in machines) or "nobody is here"

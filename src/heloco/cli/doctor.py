@@ -1,4 +1,4 @@
-"""`heloco doctor [ADDRESS]`: this machine's facts; whether it can take part in a run, and what would hold it up."""
+"""`heloco doctor [ADDRESS]`: facts about this machine, whether it can take part in a run, and how fast its connection is."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PROBE_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 ENOUGH_S = 1.0
-"""A probe that took so long tells the bandwidth well enough."""
+"""A probe of at least this duration measures the bandwidth well enough."""
 CLOCK_OFF_S = 60.0
 
 
@@ -35,7 +35,7 @@ class Finding:
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Exit code 0 where nothing is in the way, 2 otherwise."""
+    """Prints the findings. The exit code is 0 if all are good, 2 otherwise."""
     findings = []
     for finding in examine(parsed):
         findings.append(finding)
@@ -98,7 +98,7 @@ def gpu() -> Finding:
 
 
 def kernels() -> Finding:
-    """Which kernels make the outer steps here. Compiled or not, they give the same bits on a CPU."""
+    """Which kernels make the outer steps here. On a CPU they give the same bits, compiled or not."""
     import torch
 
     from heloco.outer.kernels import name_for
@@ -150,7 +150,7 @@ def bandwidth(link: Any) -> Iterator[Finding]:
 
 
 def _rate(probe: Callable[[int], float]) -> float:
-    """Bytes per second, with as many bytes as it takes to tell."""
+    """Bytes per second, measured with growing probes."""
     for size in PROBE_BYTES:
         seconds = probe(size)
         if seconds > ENOUGH_S:

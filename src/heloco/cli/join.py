@@ -1,4 +1,4 @@
-"""`heloco join`, `status`, `replay`: a real run from the side of a machine, and of whoever looks at it."""
+"""`heloco join`, `status`, `replay` and `rollback`."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
 PIPE_COLUMNS = 160
-"""Columns where nobody says how many there are."""
+"""Width of the table if the output is not a terminal."""
 
 
 def add_join_flags(parser: Parser) -> None:
@@ -28,9 +28,7 @@ def add_join_flags(parser: Parser) -> None:
     parser.add_argument(
         "--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]"
     )
-    parser.add_argument(
-        "--patience", metavar="SECONDS", default="3600", help="how long to try when the run is out of reach [3600]"
-    )
+    parser.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try to reach the run again [3600]")
 
 
 def add_status_flags(parser: Parser) -> None:
@@ -62,7 +60,7 @@ def join(parsed: argparse.Namespace) -> int:
     worker = Worker(task, config, tell=lambda text: print(text, flush=True))
 
     def stop(number: int, _: FrameType | None) -> None:
-        if worker.stop_requested:  # asked twice: at once
+        if worker.stop_requested:  # second signal: stop at once
             raise KeyboardInterrupt
         worker.stop_requested = f"stopped by {signal.Signals(number).name}"
 

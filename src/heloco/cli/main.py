@@ -1,4 +1,4 @@
-"""`heloco`: the commands and what they print."""
+"""The `heloco` command and its subcommands."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         return fail(str(error))
     except KeyboardInterrupt:
         return fail("interrupted.") and 130
-    except BrokenPipeError:  # somebody closed the pipe we print to, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 
@@ -123,7 +123,7 @@ def parser() -> Parser:
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."
     add_rollback_flags(add("rollback", rollback, about))
-    add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
+    add_study_flags(add("study", study, "The paper's experiments, compared with its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))
     add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
@@ -213,7 +213,7 @@ def resume(parsed: argparse.Namespace) -> int:
 
 
 def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
-    """The task of a run; its text taken from `data` where that is given, from the run's own sources or from `languages` of it."""
+    """The task of a run, with its text from `data` if that is given: from the run's own languages, or from `languages`."""
     from dataclasses import replace
 
     from heloco.engine.build import build_task
@@ -228,7 +228,7 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
 
 
 def carry_out(local: "LocalRun", folder: "RunFolder", meta: dict[str, Any], logs: list[str]) -> int:
-    """Runs to the end or to a signal; prints what came out."""
+    """Runs to the end or to a signal, and prints the results."""
     from rich.console import Console
 
     from heloco.engine.local import StopRequested

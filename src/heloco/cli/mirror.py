@@ -1,4 +1,4 @@
-"""A run that is served elsewhere, as a folder here: its config, tape, evaluations and events, as they grow."""
+"""A local copy of a run that is served elsewhere: its config, tape, evaluations and events, as they grow."""
 
 import tempfile
 import threading
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 FIXED, GROWING = ("config.toml", "run.json"), ("tape.jsonl", "evals.jsonl", "journal")
 JOURNAL_SEGMENT = f"journal/events-{0:015d}.jsonl"
-"""The journal comes as one long file of lines."""
+"""The gateway sends the journal as one long file of lines."""
 REFRESH_EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
 LOST_S = 60.0
-"""Out of reach for so long, a run is taken for gone: a crash and a restart take less."""
+"""After this many seconds out of reach, a run counts as gone. A crash and a restart take less."""
 
 
 class Mirror:
-    """Keeps `folder` like the run's; when the run cannot be reached it tries again."""
+    """Keeps `folder` up to date with the run's folder, and retries when the run cannot be reached."""
 
     def __init__(self, link: "AdminLink") -> None:
         self.link = link
@@ -35,7 +35,7 @@ class Mirror:
         self._following: threading.Thread | None = None
 
     def lost(self) -> str:
-        """Why nothing more is to be expected; empty as long as something is."""
+        """Why the run counts as gone; empty while it does not."""
         if time.monotonic() - self._reached_s < LOST_S:
             return ""
         return (
@@ -43,7 +43,7 @@ class Mirror:
         )
 
     def start(self) -> None:
-        """Until there is something to see; then on, in a thread."""
+        """Waits until there is something to see, and then keeps the copy up to date in a thread."""
         from heloco.cluster.protocol.link import LinkDown
         from heloco.cluster.protocol.refusals import Refused
 
@@ -65,7 +65,7 @@ class Mirror:
         self._following.start()
 
     def has(self, names: Sequence[str]) -> bool:
-        """Whether there is something of these files, now that it was looked."""
+        """Refreshes the copy. True if all of these files exist."""
         self.refresh()
         return all((self.folder / name).exists() for name in names)
 
@@ -97,6 +97,6 @@ class Mirror:
     def close(self) -> None:
         self._is_closing.set()
         if self._following is not None:
-            self._following.join(CLOSING_S)  # it may be writing into what goes now
+            self._following.join(CLOSING_S)  # it may still be writing to the folder
         self.link.close()
         self._temporary.cleanup()

@@ -1,4 +1,4 @@
-"""`heloco serve`: a run on real machines. `heloco train --engine ray` is the same with machines of this one alone."""
+"""`heloco serve`: a run on real machines. `heloco train --engine ray` does the same with workers on this machine alone."""
 
 import argparse
 import contextlib
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 15.0
 LINGER_S = 1.2
-"""Whoever watches from elsewhere looks twice a second: the last lines must reach them."""
+"""Seconds to stay up after the end. `heloco watch` elsewhere looks twice a second, and must get the last lines."""
 PAGE = "heloco.cli.page:page_of"
 EVERYWHERE = "0.0.0.0"
 
@@ -59,7 +59,7 @@ def serve(parsed: argparse.Namespace) -> int:
 
 
 def own_names(host: str) -> tuple[str, ...]:
-    """How others may call this machine: by its name, or by an address where it has none that means anything elsewhere."""
+    """Names under which others reach this machine, or its address if it has no name that is valid elsewhere."""
     if host not in (EVERYWHERE, "::"):
         return (host,)
     names = dict.fromkeys(name for name in (socket.getfqdn(), socket.gethostname()) if not name.startswith("localhost"))
@@ -68,13 +68,13 @@ def own_names(host: str) -> tuple[str, ...]:
 
 def outward_address() -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(("192.0.2.1", 9))  # sends nothing: the system says which of its addresses it would use
+        asking.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
         return str(asking.getsockname()[0])
     return "localhost"
 
 
 def check_port(host: str, port: int) -> None:
-    """Before a run is begun that could not be served."""
+    """Raises UserError before a run is begun that could not be served."""
     from heloco.cluster.gateway.server import listen
 
     listen(host, port).close()
@@ -113,17 +113,17 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
-    if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
+    if parsed.out and config.data.task != "external":  # that one checks the folder itself
         RunFolder.check_free(parsed.out)
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
 
 def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
-    """The values of a run on real machines: these have paces of their own, so only the number of workers is said.
+    """The values of a run on real machines, which have their own paces: only the number of workers is set.
 
-    `wanted`: how many workers, where the config does not say it; 0: as many as a simulation has."""
+    `count`: the number of workers if the config does not set it; 0: as many as in a simulation."""
     if "paces" in values:
-        return values  # refused where they are not all 1
+        return values  # refused later unless all are 1
     from heloco.run import RunConfig
 
     workers = int(values.get("workers") or count or len(RunConfig().workers.paces))
@@ -131,7 +131,7 @@ def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
-    """Real workers on this machine, as many as the run has."""
+    """Serves a run to real workers on this machine, one for each seat."""
     from heloco.cluster.server.process import spec_of
 
     if logs:
@@ -143,23 +143,23 @@ def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
 
 
 class Engine(Protocol):
-    """What serves a run: in this process, or in Ray's."""
+    """Serves a run, in this process or in Ray's processes."""
 
     address: str
     notices: list[str]
-    """What whoever serves the run should know."""
+    """Sentences for the person who serves the run."""
 
     def token(self, right: "Right") -> str: ...
     def status(self) -> "Status": ...
     def stop(self, reason: str) -> None: ...
     def trouble(self) -> str:
-        """What a local worker or the synchronizer said that ended badly, where nobody can go on without a person."""
+        """The error of a local worker or of the synchronizer that needs a person; empty if there is none."""
 
     def close(self) -> None: ...
 
 
 class HereEngine:
-    """The service in this process, and its local workers in theirs, over the gateway."""
+    """The service in this process, and its local workers in their own processes, connected through the gateway."""
 
     def __init__(self, spec: "ServeSpec", local: int) -> None:
         from heloco.cli.main import preparing
@@ -200,7 +200,7 @@ def engine_for(spec: "ServeSpec", local: int, ray: str) -> Engine:
 
 
 def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
-    """Serves until the run has ended or somebody ends it; says how."""
+    """Serves until the run has ended or a signal comes. Prints how it ended, and returns the exit code."""
     from heloco.cli.serve_view import follow
 
     caught: list[int] = []
@@ -208,7 +208,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    engine = engine_for(spec, local, ray)  # until it stands, Ctrl-C ends it at once
+    engine = engine_for(spec, local, ray)  # until it is open, Ctrl-C ends the process at once
     old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for notice in engine.notices:
@@ -245,7 +245,7 @@ def how_to_go_on(spec: "ServeSpec") -> str:
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
-    """Machines come for the last model and leave; those that do not come are not waited for long."""
+    """Waits a while, so that machines can fetch the final model and leave."""
     now = time.monotonic()
     earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
     while (now := time.monotonic()) < earliest or (now < latest and engine.status().machines):
@@ -274,7 +274,7 @@ def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
 
 
 def is_external(spec: "ServeSpec") -> bool:
-    """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train."""
+    """Whether training scripts bring the model of the run. Then `heloco join` cannot train it."""
     import tomllib
 
     config_path = Path(spec.folder) / "config.toml"
@@ -283,7 +283,7 @@ def is_external(spec: "ServeSpec") -> bool:
 
 
 def reachable(address: str, spec: "ServeSpec") -> str:
-    """The address as others may call it."""
+    """The gateway's address with a host name that others can use."""
     if spec.listen is None or not spec.listen.names:
         return address
     name = spec.listen.names[0]

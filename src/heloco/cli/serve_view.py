@@ -1,6 +1,6 @@
-"""What `heloco serve` and `heloco status` show: the run, and the machines that take part.
+"""The display of `heloco serve` and `heloco status`: the run, and the machines that take part.
 
-The display reads only what is added to the run's files while it looks: neither its memory nor its start grows with the run."""
+It reads only new lines of the run's files, so neither its memory nor its start-up time grows with the run."""
 
 import json
 import math
@@ -30,7 +30,7 @@ TAIL_BYTES = 1 << 18
 
 
 def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ended | None:
-    """Looks on until the run has ended, and says why it did; None where `stopping` came first."""
+    """Shows the run until it has ended, and returns why. None if `stopping` becomes true first."""
     console = Console()
     view = RunView(folder, console)
     if not console.is_terminal:
@@ -50,7 +50,7 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
             view.refresh()
             show(status)
             trouble = ""
-        except Exception as error:  # no descriptor left, a damaged line: the run goes on, and the next look tries again
+        except Exception as error:  # no descriptor left, or a damaged line: the run continues, and the next look tries again
             if str(error) != trouble:
                 trouble = str(error)
                 print(f"What the run has written cannot be shown at the moment: {error}", flush=True)
@@ -64,7 +64,7 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
 
 
 def final_tables(folder: Path) -> Iterator[RenderableType]:
-    """What a run shows that has ended, from its whole tape, read line by line."""
+    """The tables of a run that has ended, from its whole tape, read line by line."""
     from heloco.run.lines import read_lines
 
     if (folder / META).exists():
@@ -73,7 +73,7 @@ def final_tables(folder: Path) -> Iterator[RenderableType]:
 
 
 class Tail:
-    """The lines that are added to a file from now on; of those before only the last one."""
+    """Reads new lines of a file. Of the lines before, it reads only the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,7 +85,7 @@ class Tail:
     def more(self) -> Iterator[Record]:
         if not self.path.exists():
             return
-        if self.path.stat().st_size < self._offset:  # the run was taken up again, and cut it back
+        if self.path.stat().st_size < self._offset:  # the run was resumed and truncated the file
             self._offset = self.path.stat().st_size
         with self.path.open("rb") as file:
             file.seek(self._offset)
@@ -95,14 +95,14 @@ class Tail:
                 self._offset += len(line)
                 try:
                     record = json.loads(line)
-                except ValueError:  # the reading began in the middle of a line
+                except ValueError:  # reading began in the middle of a line
                     continue
                 self.last = record
                 yield record
 
 
 class RunView:
-    """What the run's folder says, and what is new in it."""
+    """The state of a run from its folder, and what is new in it."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
@@ -110,7 +110,7 @@ class RunView:
         self._tape: Tail | None = None
         self._evals: Tail | None = None
         self._new_sentences: list[tuple[int, str]] = []
-        """(arrival, what there is to say about it)"""
+        """(arrival, a sentence about it)"""
         self._losses: list[float] = []
         self._machines: dict[str, str] = {}
         self._paused = ""
@@ -137,7 +137,7 @@ class RunView:
         return self.meta.get("task_digest") == EXTERNAL
 
     def _mark(self, line: Record) -> list[tuple[int, str]]:
-        """Where nothing is evaluated: now and then, what the machines say of their losses."""
+        """For an external run, which has no evaluations: now and then a sentence about the training losses."""
         interval, planned = self._settings()
         if line["arrival"] % interval and line["arrival"] != planned:
             return []
@@ -146,7 +146,7 @@ class RunView:
         return [(line["arrival"], f"real {duration(line['time_s'])}  {loss}")]
 
     def _settings(self) -> tuple[int, int]:
-        """Arrivals between evaluations, and in all."""
+        """(arrivals between evaluations, arrivals in total)"""
         settings = tomllib.loads((self.folder / CONFIG).read_text()).get("run", {})
         planned = int(settings.get("arrivals", 0))
         return int(settings.get("eval_every", 0)) or planned or 1, planned
@@ -173,7 +173,7 @@ class RunView:
         return Group(Panel(Group(bar, facts), title=title, title_align="left"), machines_table(status))
 
     def tell(self, status: Status) -> None:
-        """Elsewhere than on a terminal: a line for whoever comes or goes, for each pause and each evaluation."""
+        """Prints lines, if the output is not a terminal: for machines that come and go, pauses and evaluations."""
         present = {m.machine: m.name for m in status.machines if not m.is_away}
         for machine, name in present.items():
             if machine not in self._machines:
@@ -201,7 +201,7 @@ def count_machines(count: int) -> str:
 
 
 def machines_table(status: Status) -> RenderableType:
-    """Who is here, what they do, and who contributed lately."""
+    """A table of the present machines, with their rounds and recent contributions."""
     window = status.participation_window
     contributed = (
         f"{len(status.participants)} contributed to the last {window} arrivals" if window else "nobody has contributed yet"

@@ -1,4 +1,4 @@
-"""`heloco study`: the paper's experiments, run, kept and shown."""
+"""`heloco study`: runs the paper's experiments, and shows their results."""
 
 import argparse
 import signal
@@ -52,7 +52,7 @@ def study(parsed: argparse.Namespace) -> int:
             "At the paper's scale a study needs text: give --data DIR, a folder with a file or sub-folder per language. "
             "`--scale small` needs none."
         )
-    pick_device(parsed.device)  # a device that is not there is told before the data is prepared
+    pick_device(parsed.device)  # a missing device is reported before the data is prepared
     folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
     folder.check_ours()
     plan = plan_of(parsed, chosen)
@@ -91,7 +91,7 @@ def split_names(texts: list[str] | None, separator: str) -> list[str]:
 
 
 def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
-    """Makes the missing runs, to the end or to a signal; writes and prints what came out."""
+    """Makes the missing runs, to the end or to a signal. Writes and prints the results."""
     import torch
 
     from heloco.engine.build import pick_device
@@ -107,7 +107,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     if missing and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
         refuse_the_cpu(parsed, plan, folder)
     if device.type == "cpu" and parsed.scale == "small":
-        torch.set_num_threads(1)  # the matrices are so small that threads would mostly wait for each other
+        torch.set_num_threads(1)  # threads would mostly wait for each other, because the matrices are small
     console = wide_console()
     finished_before = len(plan.runs) - len(missing)
     print(f"{plan.study.title}: {len(plan.runs)} runs, {finished_before} of them there already, on {device.type}.", flush=True)

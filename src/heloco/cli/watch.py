@@ -33,7 +33,7 @@ def watch(parsed: argparse.Namespace) -> int:
 
 
 def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
-    """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
+    """The run's folder, or a local copy of it if the run is served elsewhere."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
     from heloco.cli.mirror import Mirror
@@ -62,7 +62,8 @@ def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[],
 
 
 def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int:
-    """One panel per run, redrawn as it grows; elsewhere than on a terminal a line per evaluation. `lost` says why to give up."""
+    """One panel per run, redrawn as it grows. If the output is not a terminal, one line per
+    evaluation. `lost` returns a reason to give up, or an empty text."""
     import time
 
     from rich.console import Console, Group
@@ -75,7 +76,7 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
     lines_shown = [0] * len(runs)
 
     def look() -> bool:
-        """Takes in what is new; whether a run is still going."""
+        """Reads what is new. True if a run is still going."""
         for i, (run, progress) in enumerate(zip(runs, displays, strict=True)):
             run.refresh()
             progress.summary = run.summary

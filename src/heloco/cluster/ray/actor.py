@@ -1,8 +1,7 @@
-"""The service in an actor. Its answers are tagged values and never exceptions: Ray would wrap those beyond recognition.
+"""The service as a Ray actor. Its answers are tagged values and never exceptions, because Ray would wrap those.
 
-Calls of each kind have threads of their own, so that a sign of life waits behind no tensor and no evaluation. Tensors are the
-bytes of a safetensors file in flat numpy buffers: Ray shares them between the processes of a node, and copies them once to
-another.
+Each kind of call has its own threads, so that a beat never waits for a tensor or an evaluation. Tensors are the bytes of a
+safetensors file in flat numpy buffers. Ray shares them between the processes of a node, and copies them once to another node.
 """
 
 import importlib
@@ -40,11 +39,11 @@ from heloco.wire.layout import PIECE_BYTES, Layout
 NAME = "heloco-synchronizer"
 OK, REFUSED, DOWN, FAILED = "ok", "refused", "down", "failed"
 Reply = tuple[Any, ...]
-"""(OK, answer), (REFUSED, code, text, size), (DOWN, text): ask again, (FAILED, text): a person must do something."""
+"""(OK, answer), (REFUSED, code, text, size), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
 UPLOAD_LIMIT, DOWNLOAD_LIMIT = 2, 2
-"""Contributions taken in, and starts handed out, at the same time: this bounds the memory, whatever the number of workers."""
+"""How many contributions are received and how many starts are sent at the same time. This bounds the memory."""
 WAITING_LIMIT = 64
-"""Machines that can wait for a round at the same time; more of them wait for their turn to wait."""
+"""How many calls can wait for a round at the same time. Further calls queue."""
 GROUPS = {"beats": 2, "waiting": WAITING_LIMIT, "starts": DOWNLOAD_LIMIT, "contributions": UPLOAD_LIMIT, "end": 2}
 GROUP_OF = {
     "beat": "beats", "ping": "beats", "release_start": "beats", "next_round": "waiting", "fetch": "starts",
@@ -55,19 +54,19 @@ CALLS = {
     "stop": "service.admin.stop", "pause": "service.pauses.order", "evict": "service.members.evict", "tokens": "list_tokens",
     "new_token": "new_token", "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip
-"""Request -> what of the host it is handed to as it is."""
+"""Request -> the method of the `RunHost` that answers it."""
 STEP_S = 1.0
 PIECE = PIECE_BYTES
-"""Bytes of an object in Ray's store, at most: neither side has to hold a whole model in memory besides its own."""
+"""An object in Ray's store has at most this many bytes, so that neither side holds a second model in memory."""
 
 
 def tensor_deadline_s(size: int) -> float:
-    """How long tensors may take to come: a megabyte a second at the least."""
+    """Time limit for a transfer of this many bytes, at a megabyte per second."""
     return 60.0 + size / 1e6
 
 
 class Late(Exception):
-    """It cannot be answered yet, or something did not come in time; the text is the sentence."""
+    """The call cannot be answered yet, or a transfer was too slow."""
 
 
 def reply_to(ask: Callable[[], Any]) -> Reply:
@@ -89,19 +88,20 @@ class SynchronizerActor:
         self._threads = 1
         self._has_begun = threading.Event()
         self._one_model = threading.Lock()
-        """Of the files of starts and contributions, one at a time is in memory."""
+        """Held while a start or a contribution is in memory, so that there is only one."""
         self._shared: tuple[Path, list[Any]] | None = None
-        """(file, references) of the start that was last handed out: machines that begin together want the same."""
+        """(file, references) of the start that was sent last. Machines that begin together fetch the same one."""
         self._starts_sent: dict[str, list[Any]] = {}
-        """Machine -> the start it is fetching. Ray's own account of who still wants an object can miss one that was just sent."""
+        """Machine -> references of the start that it is fetching. Ray itself may free an object whose reference was just sent."""
 
     def begin(self, spec: ServeSpec, threads: int) -> Reply:
-        """Everything slow: the data is prepared, the journal followed. Until then all others are told to ask again."""
+        """Opens the run, which may take long: it prepares data and follows the journal. Until then
+        other calls are answered DOWN."""
 
         def open_host() -> dict[str, Any]:
             torch.set_num_threads(threads)
             self._host = RunHost.open(spec)
-            self._threads = torch.get_num_threads()  # a run that is taken up goes on with as many as it had
+            self._threads = torch.get_num_threads()  # a resumed run keeps its number of threads
             self._has_begun.set()
             return {"address": self._host.address, "notices": self._host.service.notices, "pid": os.getpid()}
 
@@ -135,14 +135,14 @@ class SynchronizerActor:
         return reply_to(lambda: self.service.admin.status())
 
     def memory(self) -> Reply:
-        """What the synchronizer's process holds in memory."""
+        """Memory of the synchronizer's process."""
         return reply_to(lambda: memory_of(os.getpid()))
 
     def beat(self, ticket: Ticket, steps: int) -> Reply:
         return reply_to(lambda: self.service.members.beat(ticket, steps))
 
     def ping(self, machine: str) -> Reply:
-        """From a machine that waits for tensors, here or under way: it is not to blame for that."""
+        """From a machine that waits for a transfer, so that it does not count as lost."""
         return reply_to(lambda: self.service.state.note_transfer(machine))
 
     def next_round(self, ticket: Ticket, wait_s: float) -> Reply:
@@ -151,7 +151,7 @@ class SynchronizerActor:
     # ---- tensors
 
     def fetch(self, ticket: Ticket, key: RoundKey | None) -> Reply:
-        """References to the start's bytes, in pieces; without a key those of the model of a run that has ended."""
+        """References to the pieces of a round's start. Without a key, of the final model of a run that has ended."""
         return reply_to(lambda: self._start(ticket, key))
 
     def _start(self, ticket: Ticket, key: RoundKey | None) -> list[Any]:
@@ -169,16 +169,16 @@ class SynchronizerActor:
             return self._shared[1]
 
     def release_start(self, machine: str) -> None:
-        """The machine has its own copy of the start now."""
+        """The machine has copied the start, so its references can be dropped."""
         self._starts_sent.pop(machine, None)
         if self._host is not None:
             self._host.service.state.note_transfer(machine)
 
     def hand_in(self, ticket: Ticket, key: RoundKey, references: list[Any], digest: str, report: ContributionReport) -> Reply:
-        """The tensors are pulled here when it is their turn, and not before."""
+        """Receives a contribution. Its tensors are fetched from Ray's store when it is their turn, and not before."""
 
         def take_in() -> Any:
-            torch.set_num_threads(self._threads)  # OpenMP keeps it for each thread by itself
+            torch.set_num_threads(self._threads)  # OpenMP has this setting per thread
             contributions = self.service.contributions
             progress = contributions.progress(ticket, key)
             if progress.ack is not None:
@@ -199,11 +199,11 @@ class SynchronizerActor:
         return reply_to(take_in)
 
     def _pull(self, machine: str, references: list[Any], upload: Upload, offset: int) -> None:
-        """Piece by piece from Ray's store into the file, from a byte on; no piece is held longer than that takes."""
+        """Copies pieces from Ray's store to the upload, from `offset` on, and drops each piece at once."""
         turn = upload.begin(offset)
         at = 0
         while references:
-            require_ray().wait(references[:2], num_returns=1, timeout=0)  # the next one is on its way meanwhile
+            require_ray().wait(references[:2], num_returns=1, timeout=0)  # starts the transfer of the next piece
             piece = self._pull_piece(machine, references.pop(0), upload.layout.size)
             upload.write(turn, memoryview(piece)[max(0, offset - at) :])
             at += len(piece)
@@ -217,14 +217,14 @@ class SynchronizerActor:
             try:
                 return ray.get(reference, timeout=STEP_S)
             except ray.exceptions.GetTimeoutError:
-                self.service.state.note_transfer(machine)  # it is on the way; how far, Ray does not say
+                self.service.state.note_transfer(machine)  # the transfer is under way, but Ray reports no progress
                 if time.monotonic() > until:
                     raise Late(f"{size} bytes took longer than {tensor_deadline_s(size):.0f} s to come.") from None
 
     # ---- the end
 
     def wait_for_end(self) -> Reply:
-        """Answers when the run has ended. That there is no answer any more tells at once that this process is gone."""
+        """Returns when the run has ended. If this process dies, the call fails at once."""
         self._has_begun.wait()
         state = self.service.state
         with state.changed:
@@ -241,7 +241,7 @@ class SynchronizerActor:
 
 
 def _put(path: Path) -> list[Any]:
-    """References to a file's bytes in Ray's store, in pieces."""
+    """Puts a file into Ray's store in pieces, and returns their references."""
     ray, references = require_ray(), []
     try:
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
@@ -260,14 +260,15 @@ def forget_array(mapped: npt.NDArray[np.uint8]) -> None:
 
 
 def this_node() -> Any:
-    """Where an actor is to run: here, or not at all."""
+    """A scheduling strategy for actors that must run on this node."""
     ray = require_ray()
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     return strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def make_actor(name: str = NAME) -> Any:
-    """On this machine, under its name. A restart would come back empty and a retry do things twice: both are ours to do."""
+    """Makes the actor on this node, under its name. Ray must not restart or retry it: a restarted actor would be empty, and a
+    retried call would run twice."""
     ray = require_ray()
     for method, group in GROUP_OF.items():
         ray.method(concurrency_group=group)(getattr(SynchronizerActor, method))  # marks it

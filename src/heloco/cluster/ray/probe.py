@@ -1,4 +1,4 @@
-"""What is wrong with a Ray address, found out before Ray itself is asked: with a wrong token it tries for minutes."""
+"""Checks a Ray address before Ray itself is called, because with a wrong token Ray tries for minutes."""
 
 import contextlib
 import importlib
@@ -17,7 +17,7 @@ _CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
 
 
 def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) -> None:
-    """Refuses with a sentence what does not answer, or does not take our token or certificate. `client`: a ray:// address."""
+    """Raises UserError if nothing answers at the address, or it refuses our token or certificate. `client`: a ray:// address."""
     host, port = split(address)
     try:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
@@ -26,7 +26,7 @@ def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) 
         raise UserError(f"Nothing answers at {address} ({reason}): check the address, and that Ray runs there.") from error
     try:
         grpc: Any = importlib.import_module("grpc")
-    except ImportError:  # Ray then finds out by itself, slowly
+    except ImportError:  # Ray will find out by itself, slowly
         return
     code = _status_code(grpc, address, token, tls, _CLIENTS if client else _CLUSTER)
     if code == grpc.StatusCode.UNAUTHENTICATED:
@@ -46,7 +46,7 @@ def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) 
 def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"{address!r} is no address of a Ray cluster: give HOST:PORT.")
+        raise UserError(f"{address!r} is not the address of a Ray cluster: give HOST:PORT.")
     return host.strip("[]"), int(port)
 
 
@@ -57,7 +57,7 @@ def listens(host: str, port: int) -> bool:
 
 
 def _status_code(grpc: Any, address: str, token: str, tls: "Tls | None", method: str) -> Any:
-    """The status code of one request; None where it went well."""
+    """The status code of one request; None if it succeeded."""
     if tls is None:
         channel = grpc.insecure_channel(address)
     else:

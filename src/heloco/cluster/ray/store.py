@@ -15,7 +15,8 @@ from heloco.task.gpt import TinyGPT
 
 
 def store_bytes(spec: ServeSpec) -> int:
-    """(workers + 2) models; where the model is not known yet, a third of the machine's memory: only what is used of it counts."""
+    """Size of the store: (workers + 2) models, or a third of the machine's memory if the model is not known yet. Unused
+    memory of the store is not allocated."""
     meta_path = Path(spec.folder) / META
     if meta_path.exists():
         with contextlib.suppress(ValueError, KeyError):

@@ -1,5 +1,6 @@
-"""A run on Ray, watched over: a synchronizer that dies is started again from its journal, a worker that dies is replaced and its
-round given to another at once, and where Ray itself ends all begins again. What was acknowledged is in the run's folder."""
+"""Supervises a run on Ray. If the synchronizer dies, it is started again from its journal. If a
+worker dies, it is replaced, and its round goes to another at once. If Ray itself ends, everything
+is started again from the run's folder."""
 
 import contextlib
 import os
@@ -30,11 +31,11 @@ NAME_FREE_S, ENDING_S = 20.0, 2.0
 CLOSE_S = 60.0
 WORKERS_END_S = 15.0
 RESTART_LIMIT = 5
-"""Of the synchronizer without an arrival in between, and of local workers without a round: then something is wrong for good."""
+"""How often the synchronizer or the local workers are restarted without an arrival in between, before the supervisor gives up."""
 
 
 class RaySupervisor:
-    """Serves a run from the moment it is made until `close`. `keep`: local workers that die are replaced."""
+    """Serves a run from its construction until `close`. With `keep`, local workers that die are replaced."""
 
     def __init__(
         self,
@@ -50,29 +51,31 @@ class RaySupervisor:
         tell: Callable[[str], Any] = print,
         **ray: Any,
     ) -> None:
-        """`address`: of a Ray cluster to join. `cluster`: one that is connected already, and stays. `threads`: of the
-        synchronizer. `ray`: what `start_ray` takes besides."""
+        """`address`: a Ray cluster to join. `cluster`: one that is connected already, and stays
+        connected. `threads`: number of threads of the synchronizer. `ray`: further options for
+        `start_ray`."""
         self.spec, self.keep, self.tell, self.name = spec, keep, tell, name
         self.address = ""
-        """Of the gateway, where the spec has one."""
+        """Address of the gateway; empty if the spec has none."""
         self.notices: list[str] = []
-        """What whoever serves the run should know."""
+        """Sentences for the person who serves the run."""
         self.restarts = 0
         self._threads = threads or max(1, min(8, (os.cpu_count() or 1) // 2))
         self._workers_wanted, self._spread, self._workers_started = 0, spread, 0
         self._deaths = self._arrivals_at_death = 0
         self._actor: Any = None
         self._end_of_run: Any = None
-        """Becomes ready when the run has ended or the synchronizer's process; None where that has not been started."""
+        """A reference that becomes ready when the run or the synchronizer's process has ended; None
+        if that has not been started."""
         self.pid = 0
         self._link: RayLink | None = None
         self._workers: list[WorkerHandle] = []
         self._worker_results: list[dict[str, Any]] = []
-        """What became of the workers that ended by themselves."""
+        """Results of the workers that ended by themselves."""
         self._dead_workers: set[str] = set()
-        """Names of workers that died and whose machines have not left the run yet."""
+        """Names of dead workers whose machines are still in the roster."""
         self._last_status: Status | None = None
-        """The last that was heard of the service."""
+        """The last status of the service."""
         self._end: Ended | None = None
         self._trouble = ""
         self._has_ended = threading.Event()
@@ -114,7 +117,7 @@ class RaySupervisor:
     # ---- the synchronizer
 
     def _check_free(self) -> None:
-        until = time.monotonic() + ENDING_S  # one that was just closed is there a little longer
+        until = time.monotonic() + ENDING_S  # an actor that was just closed keeps its name a little longer
         while self._is_served():
             if time.monotonic() > until:
                 raise UserError(
@@ -131,13 +134,13 @@ class RaySupervisor:
             return False
 
     def _begin(self) -> None:
-        """The synchronizer from the spec; what is wrong with that is a UserError."""
+        """Starts the synchronizer from the spec. Raises UserError if the spec is wrong."""
         self._actor = self._named_actor()
         reply = self._wait_until_ready(self._actor.begin.remote(self.spec, self._threads))
         if reply[0] != OK:
             raise UserError(reply[1])
         self.address, self.notices = reply[1]["address"], reply[1]["notices"]
-        if self.spec.listen is not None:  # others know this address: after a restart it is the same
+        if self.spec.listen is not None:  # keep the port after a restart, because machines know the address
             port = int(self.address.rpartition(":")[2])
             self.spec = replace(self.spec, listen=replace(self.spec.listen, port=port))
         self.pid = reply[1]["pid"]
@@ -146,7 +149,7 @@ class RaySupervisor:
         self._last_status = self.link.status()
 
     def _named_actor(self) -> Any:
-        """One that died keeps its name until it is killed by Ray too, and a little longer."""
+        """Makes the actor. A dead actor keeps its name until it is also killed through Ray, and a little longer."""
         if self._actor is not None:
             self._kill(self._actor)
         until = time.monotonic() + NAME_FREE_S
@@ -159,16 +162,16 @@ class RaySupervisor:
                 time.sleep(0.05)
 
     def _wait_until_ready(self, reference: Any) -> Any:
-        """However long it takes (data may be prepared, a journal followed), as long as Ray is there."""
+        """Waits as long as Ray runs: preparing data or following a journal may take long."""
         while not self._ray.wait([reference], timeout=LOOK_S)[0]:
             if self.cluster.has_ended():
-                raise RunStopped(f"Ray ended. The last it said at its start: {self.cluster.last_words()}")
+                raise RunStopped(f"Ray ended. The last line it printed at its start: {self.cluster.last_words()}")
         return self._ray.get(reference, timeout=CLOSE_S)
 
     # ---- workers
 
     def start_workers(self, count: int) -> None:
-        """More machines of ours."""
+        """Starts more local workers."""
         with self._lock:
             self._workers_wanted += count
             for _ in range(count):
@@ -181,14 +184,14 @@ class RaySupervisor:
         self._workers.append(start_worker(name, self.name, among=max(1, self._workers_wanted), data=data, spread=self._spread))
 
     def workers(self) -> list[dict[str, Any]]:
-        """How each local worker is doing, or did ("ended"); those that cannot be asked are left out."""
+        """Status of each local worker, or its result if it has ended. Workers that do not answer are left out."""
         results = list(self._worker_results)
         for worker in list(self._workers):
             with contextlib.suppress(self._ray.exceptions.RayError):
                 results.append(self._ray.get(worker.handle.status.remote(), timeout=10))
         return results
 
-    # ---- watching over
+    # ---- supervision
 
     def _watch(self) -> None:
         while not self._closing.is_set():
@@ -196,11 +199,11 @@ class RaySupervisor:
                 self._look()
             except Exception as error:
                 if not self._closing.is_set():
-                    self._finish("failed", f"The supervisor met an error of its own ({type(error).__name__}: {error}).")
+                    self._finish("failed", f"The supervisor failed with an internal error ({type(error).__name__}: {error}).")
                 return
 
     def _look(self) -> None:
-        """One look around: it returns when something happened, or after a while."""
+        """Waits until something has happened, at most `LOOK_S`, and handles it."""
         if self.cluster.has_ended() and self._end is None:
             self._restart("Ray ended", new_ray=True)
             return
@@ -225,7 +228,7 @@ class RaySupervisor:
         try:
             end: Ended = self._ray.get(self._end_of_run, timeout=LOOK_S)[1]
             self._finish(end.kind, end.text)
-        except self._ray.exceptions.ActorUnavailableError:  # it may be there all the same
+        except self._ray.exceptions.ActorUnavailableError:  # the actor may still be alive
             self._closing.wait(0.05)
             self._end_of_run = self._actor.wait_for_end.remote()
         except self._ray.exceptions.RayError:
@@ -234,7 +237,7 @@ class RaySupervisor:
             self._restart("The synchronizer's process died", new_ray=False)
 
     def _restart(self, reason: str, *, new_ray: bool) -> None:
-        """From the run's folder; with `anew` in a new Ray, if that was ours."""
+        """Starts the synchronizer again from the run's folder. With `new_ray`, starts Ray again first."""
         arrivals = self._last_status.arrivals if self._last_status else 0
         self._vain_restarts = 0 if arrivals > self._arrivals else self._vain_restarts + 1
         self._arrivals = arrivals
@@ -256,10 +259,10 @@ class RaySupervisor:
         except (UserError, RunStopped) as error:
             self._finish("failed", str(error))
         except self._ray.exceptions.RayError:
-            pass  # it died again: the next look finds out
+            pass  # it died again: the next look handles it
 
     def _new_ray(self) -> None:
-        """At the same addresses."""
+        """Starts Ray again, at the same addresses."""
         ports = {"port": split(self.cluster.address)[1], "client_port": split(self.cluster.client_address)[1]}
         self._workers.clear()
         self.cluster.stop(for_good=False)
@@ -277,7 +280,7 @@ class RaySupervisor:
                 self.tell(f"{worker.name}: {result['ended']}")
         except self._ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else ""
-            self._kill(worker.handle)  # after an error of its own the process is still there
+            self._kill(worker.handle)  # after an exception the process is still alive
             self._dead_workers.add(worker.name)
             self._report_dead_workers()
             self._replace(worker.name, reason)
@@ -302,7 +305,8 @@ class RaySupervisor:
                 self._start_worker()
 
     def _report_dead_workers(self) -> None:
-        """Their rounds go to others now, not after the time-out. Where the synchronizer is away, the next look tries again."""
+        """Declares the machines of dead workers lost, so that their rounds go to others before the
+        timeout. If the synchronizer is down, the next look tries again."""
         with contextlib.suppress(LinkDown, Refused, RunStopped):
             self._last_status = self.link.status()
             for machine in self._last_status.machines:
@@ -317,7 +321,7 @@ class RaySupervisor:
     # ---- what the command line asks for
 
     def status(self) -> Status:
-        """The service's. While the synchronizer is away, the last that was known of it."""
+        """The service's status. While the synchronizer is down, its last status."""
         try:
             self._last_status = status = self.link.status()
         except (LinkDown, Refused, RunStopped):
@@ -328,14 +332,14 @@ class RaySupervisor:
         return structs.replace(status, ended=self._end or status.ended)
 
     def token(self, right: Right) -> str:
-        """A token of the gateway that holds, as it is pasted; empty where there is none."""
+        """A valid token of the gateway, in the form that is pasted; empty if there is no gateway."""
         return self.link.token(right)
 
     def trouble(self) -> str:
         return self._trouble
 
     def wait(self, timeout_s: float | None = None) -> Ended:
-        """Until the run has ended; says why. A run that cannot go on is a RunStopped."""
+        """Waits until the run has ended, and returns why. Raises RunStopped if the run cannot continue."""
         if not self._has_ended.wait(timeout_s):
             raise TimeoutError(f"The run has not ended within {timeout_s} s.")
         assert self._end is not None
@@ -344,7 +348,7 @@ class RaySupervisor:
         return self._end
 
     def stop(self, reason: str = "stopped") -> None:
-        """What is there is saved, and the machines are told."""
+        """Saves and ends the run."""
         until = time.monotonic() + CLOSE_S
         while not self._has_ended.is_set():
             try:
@@ -359,7 +363,7 @@ class RaySupervisor:
         self._has_ended.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Ends all that was started here."""
+        """Stops everything that was started here."""
         if self._closing.is_set():
             return
         self._closing.set()

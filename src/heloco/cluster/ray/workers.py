@@ -1,4 +1,4 @@
-"""Machines of ours inside the cluster: actors that train the run's task, each in a process of its own."""
+"""Worker processes inside the cluster: actors that train the run's task."""
 
 import os
 import time
@@ -29,7 +29,7 @@ class WorkerActor:
         self._lines: deque[str] = deque(maxlen=LINE_LIMIT)
 
     def run(self) -> dict[str, Any]:
-        """Until the run ends or it is asked to stop: how that was."""
+        """Works until the run ends or a stop is requested. Returns its status and how it ended."""
         torch.set_num_threads(self._threads)
         try:
             link = RayLink(name=self._synchronizer)
@@ -56,7 +56,7 @@ class WorkerActor:
             pause_s = min(PAUSE_LIMIT_S, pause_s * 2)
 
     def stop(self, reason: str) -> None:
-        """Between two steps; its round is given back."""
+        """Stops the worker between two steps. Its round is given back."""
         self._stop = reason
         if self._worker is not None:
             self._worker.stop_requested = reason
@@ -68,7 +68,7 @@ class WorkerActor:
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """A worker under way: its handle, and the reference that becomes ready when it has ended."""
+    """A running worker: its actor, and a reference that becomes ready when it has ended."""
 
     name: str
     handle: Any
@@ -76,7 +76,7 @@ class WorkerHandle:
 
 
 def start_worker(name: str, synchronizer: str, *, among: int, data: str | None = None, spread: bool = False) -> WorkerHandle:
-    """`among`: how many share this machine. `spread`: over the cluster's nodes, else here."""
+    """Starts a worker. `among`: how many share this machine. `spread`: place it on any node of the cluster, not only here."""
     ray = require_ray()
     gpus = ray.cluster_resources().get("GPU", 0.0)
     remote = ray.remote(

@@ -85,7 +85,7 @@ class Housekeeper(threading.Thread):
                 self._housekeeping.tick()
             except Exception as error:
                 if not state.has_failed:
-                    state.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                    state.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
 
     def end(self) -> None:
         self._is_over.set()

@@ -2,7 +2,7 @@
 
 In a live run an event is written and then followed. After a restart and in a replay the same events
 are followed again and give the same parameters to the bit. There is no network and no clock here:
-the caller passes times in, and they are part of the events. """
+the caller passes times in, and they are part of the events."""
 
 import math
 from collections import deque

@@ -2,7 +2,7 @@
 
 A seat is one of the synchronizer's workers. A machine has its own seat while there are enough of
 them. Any free machine does the rounds of empty seats, so that the shard of a lost machine is still
-trained. The caller passes times in; nothing here reads a clock. """
+trained. The caller passes times in; nothing here reads a clock."""
 
 import math
 from collections import deque

@@ -92,7 +92,7 @@ class ServiceState:
                 self.end("failed", str(error))
                 raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
             except BaseException as error:
-                self.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                self.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
                 raise
             finally:
                 self.changed.notify_all()
