@@ -1,4 +1,4 @@
-"""The run's process has no descriptor, or no memory, left for a while: requests are refused as busy, and then all goes on.
+"""The run's process runs out of descriptors or memory for a while. Requests are refused as busy, and then the run continues.
 
 Alone: `python tests/attack/exhausted.py`; `--help` names its options.
 """
@@ -19,7 +19,7 @@ from rig import Rate, Serving, check, connect, contributing, judge, run_alone, u
 DESCRIPTORS, MEMORY = resource.RLIMIT_NOFILE, resource.RLIMIT_DATA
 NAMES = {DESCRIPTORS: "descriptors", MEMORY: "memory"}
 MARGIN = {DESCRIPTORS: 0, MEMORY: 16 << 20}
-"""How much the process may still have: no descriptor; memory for small things and for the bytes of a large message."""
+"""What the process may still allocate: no descriptor, but memory for small objects and the bytes of a large message."""
 ARRIVALS = 50
 LARGE = b'{"name":"x","version":"0","layout":[' + b'["a","F32",[1,2,3,4,5]],' * 170_000 + b'["a","F32",[1]]]}'
 """A message that takes much memory to read."""
@@ -34,7 +34,7 @@ def in_use(serving: Serving, limit: int) -> int:
 
 @contextmanager
 def without_more(serving: Serving, limit: int) -> Iterator[None]:
-    """The process gets no more than it has."""
+    """Limits the process to what it uses now."""
     old_limit = resource.prlimit(serving.process.pid, limit)
     resource.prlimit(serving.process.pid, limit, (in_use(serving, limit) + MARGIN[limit], old_limit[1]))
     try:
@@ -44,7 +44,7 @@ def without_more(serving: Serving, limit: int) -> Iterator[None]:
 
 
 class Asking:
-    """One connection with the token; what it was answered."""
+    """One connection with the token, which counts the answers."""
 
     def __init__(self, serving: Serving) -> None:
         self._connection = http.client.HTTPSConnection("127.0.0.1", serving.port, timeout=20, context=unchecked())

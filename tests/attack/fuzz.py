@@ -35,10 +35,10 @@ EXTERNAL = ("--task", "external", "--arrivals", "1000000", "--inner-steps", "2",
 MODEL = {"parameter.0": torch.linspace(-1, 1, 15).view(5, 3), "parameter.1": torch.zeros(4), "buffer.0": torch.zeros(3)}
 NAMES = ["weight", "bias", "mean"]
 ENDING = ("/v1/stop",)
-"""Requests that end the run where they are valid: they are recorded and not sent, and nearly always broken afterwards."""
+"""Requests that would end a run. They are recorded but not forwarded, and nearly always mutated so that they are invalid."""
 HANG_S = 5.0
 REFRESH = 250
-"""After so many requests the honest traffic is recorded again, so that what is sent is about rounds and machines that exist."""
+"""After this many requests the honest traffic is recorded again, so that requests are about rounds and machines that exist."""
 WITHOUT_MODEL = 0.1
 """Share of the requests that are sent before the run has its model."""
 
@@ -63,7 +63,7 @@ class Session:
         return self.link.join(name, returning=None, layout=self.layout).ticket
 
     def bring_model(self, *, is_complete: bool) -> None:
-        """Without `whole`, all but the last request, so that the run goes on waiting for its model."""
+        """Sends the model. Unless `is_complete`, the last request is left out, so that the run still waits for its model."""
         bringer = self._join("bringer")
         self.recorder.held_back |= {"/v1/model/commit"}
         if is_complete:
@@ -93,7 +93,7 @@ class Session:
         self.link.leave(self._join("guest"), "no reason")
 
     def rule(self) -> None:
-        """What an administrator may do. The run can be worked in afterwards."""
+        """Makes all requests of an administrator, and leaves the run usable."""
         self.admin.pause("a look at it")
         self.admin.evict(self._join("unwanted").machine, "no reason")
         self.admin.unpause()
@@ -117,7 +117,7 @@ class Session:
                 browser.recv(1000)
 
     def group(self) -> dict[tuple[str, str], list[Request]]:
-        """What was recorded, and for endpoints that nobody used something like it."""
+        """The recorded requests, and similar ones for endpoints that were not used."""
         recorded = dict(self.recorder.requests)
         with_body = [request for group in recorded.values() for request in group if request.body]
         for number, kind in enumerate(sorted(self.endpoints - recorded.keys())):
@@ -153,7 +153,7 @@ class Sender:
         self._connection: ssl.SSLSocket | None = None
 
     def send(self, packets: list[bytes]) -> None:
-        """Where the gateway has to answer, it must do so soon."""
+        """Sends a request. If the gateway has to answer it, it must do so soon."""
         reading = Reading()
         for packet in packets:
             reading.feed(packet)
@@ -184,7 +184,7 @@ class Sender:
         return self._connection
 
     def _answer(self, connection: ssl.SSLSocket, *, has_body: bool) -> tuple[int, bytes, bool]:
-        """The status, the body, and whether that is whole, so that the connection can be used again."""
+        """The status, the body, and whether the connection can be used again."""
         content = b""
         while b"\r\n\r\n" not in content:
             if not (piece := connection.recv(1 << 16)):
@@ -209,7 +209,7 @@ class Sender:
 
 
 class Fuzz:
-    """One server after the other: where a request ended the run or the token after all, there is a new one."""
+    """Fuzzes one server after the other: if a request has ended the run or revoked the token, a new one is started."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.mutator, self.random = folder, Mutator(seed), random.Random(seed)
@@ -249,7 +249,7 @@ class Fuzz:
                     if with_model:
                         session.work()
                     session.look()
-                except (Refused, LinkDown, Failed, OSError):  # the run was ended, or the token is good no more
+                except (Refused, LinkDown, Failed, OSError):  # the run was ended, or the token was revoked
                     if self._has_ended(session):
                         return number
                 seeds = session.requests()

@@ -1,4 +1,4 @@
-"""A way to the gateway that writes down every request that goes through it, whoever sends it.
+"""A proxy in front of the gateway that records every request.
 
 It shows the gateway's own certificate, which lies in the run's folder, so that machines cannot tell
 the difference.
@@ -17,7 +17,7 @@ import httptools
 from rig import unchecked
 
 REQUEST_LIMIT = 8
-"""Requests that are kept of each kind: the last ones, because they are about what is going on."""
+"""The last requests of each kind are kept, at most this many, because they are about rounds that still exist."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Reading:
     def __init__(self) -> None:
         self.complete: list[Request] = []
         self.is_broken = False
-        """What came is no HTTP, or asks for another protocol."""
+        """Whether the bytes are not HTTP, or ask for another protocol."""
         self._begin()
         self._parser = httptools.HttpRequestParser(self)
 
@@ -77,7 +77,7 @@ class Reading:
 
 
 class Recorder:
-    """`held_back`: paths that are written down and not passed on; their connection ends."""
+    """`held_back`: paths whose requests are recorded and not forwarded. Their connection is closed."""
 
     def __init__(self, port: int, credentials: Path, held_back: Iterable[str] = ()) -> None:
         self.held_back = set(held_back)

@@ -1,5 +1,5 @@
-"""For attacks with real processes over loopback: a `heloco serve`, honest machines that contribute meanwhile, and strangers on
-raw sockets. Honest machines come from 127.0.0.1, strangers from other addresses of 127.0.0.0/8."""
+"""For attacks with real processes over loopback: a `heloco serve`, honest machines that contribute, and strangers on raw
+sockets. Honest machines come from 127.0.0.1, strangers from other addresses of 127.0.0.0/8."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 
 class Failed(AssertionError):
-    """What an attack found to be broken."""
+    """An attack has found something broken."""
 
 
 def check(holds: object, what: str) -> None:
@@ -53,7 +53,7 @@ def check(holds: object, what: str) -> None:
 
 
 def judge(figures: dict[str, Any], **claims: bool) -> dict[str, Any]:
-    """The figures, where all that is claimed of them holds."""
+    """Returns the figures if all claims about them hold; otherwise raises `Failed`."""
     broken = [name for name, holds in claims.items() if not holds]
     check(not broken, f"{', '.join(broken)}: {json.dumps(figures)}")
     return figures
@@ -72,7 +72,7 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> 
 
 class Serving:
     """`heloco serve` in a process of its own. `descriptors`: how many files it may open, at most. With
-    wait=False, `wait` must be called before anything is asked of it."""
+    wait=False, `wait` must be called before it is used."""
 
     def __init__(
         self, folder: Path, *flags: str, settings: Sequence[str] = TINY, workers: int = 2, descriptors: int = 0, ray: str = "off",
@@ -93,7 +93,7 @@ class Serving:
             self.wait()
 
     def wait(self) -> None:
-        """Until it can be joined."""
+        """Waits until the run can be joined."""
         try:
             until(self._announced, "the line to join with")
         except BaseException:
@@ -122,7 +122,7 @@ class Serving:
         return tape.read_bytes().count(b"\n") if tape.exists() else 0
 
     def lost(self) -> int:
-        """How many machines were taken for lost."""
+        """How many machines counted as lost."""
         return sum(isinstance(event, Part) and event.kind == "lost" for event, _ in read_events(self.folder / FOLDER))
 
     def resident_mb(self) -> float:
@@ -133,7 +133,7 @@ class Serving:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def settled_mb(self, before_mb: float) -> float:
-        """Its memory, when that is back within a tenth of what it was, or after a while."""
+        """Memory of the process, once it is within a tenth of `before_mb`, or after `SETTLE_S`."""
         with contextlib.suppress(Failed):
             until(lambda: self.resident_mb() < 1.1 * before_mb, "memory is given back", SETTLE_S)
         return self.resident_mb()
@@ -143,7 +143,7 @@ class Serving:
         check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
 
     def close(self) -> None:
-        """It says goodbye to machines that are still there, which nobody waits for here."""
+        """Stops the process. It is killed after `STOP_S`, because it would wait for its machines."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -195,7 +195,7 @@ class Contributor(threading.Thread):
 
 @contextlib.contextmanager
 def contributing(serving: Serving, count: int = 2) -> Iterator[list[Contributor]]:
-    """From when all have contributed."""
+    """Runs honest machines. The body begins when all of them have contributed."""
     machines = [Contributor(serving, f"honest-{i}") for i in range(count)]
     try:
         until(lambda: serving.arrivals() >= 5 * count, "the first arrivals")
@@ -208,7 +208,7 @@ def contributing(serving: Serving, count: int = 2) -> Iterator[list[Contributor]
 
 @dataclass
 class Rate:
-    """Arrivals per second over stretches of time."""
+    """Arrivals per second over time spans."""
 
     serving: Serving
     figures: dict[str, float] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Rate:
         self.figures[name] = round((self.serving.arrivals() - arrivals_before) / (time.monotonic() - began), 1)
 
     def measure(self, name: str, arrivals: int) -> None:
-        """Over the next so many arrivals."""
+        """Measures the rate over the next `arrivals` arrivals."""
         with self.measured(name):
             target = self.serving.arrivals() + arrivals
             until(lambda: self.serving.arrivals() >= target, f"{arrivals} arrivals ({name})")
@@ -248,17 +248,17 @@ class Peak(threading.Thread):
 
 
 def addresses() -> Iterator[str]:
-    """Of machines that are none of ours."""
+    """Source addresses for strangers."""
     return (f"127.{a}.{b}.{c}" for a, b, c in itertools.product(range(9, 250), range(1, 250), range(1, 250)))
 
 
 def connect(port: int, address: str, timeout_s: float = 10.0) -> socket.socket:
-    """TCP from this source address."""
+    """A TCP connection from this source address."""
     return socket.create_connection(("127.0.0.1", port), timeout=timeout_s, source_address=(address, 0))
 
 
 def connect_many(port: int, address: str, count: int) -> list[socket.socket]:
-    """Those that are sent away at once are left out."""
+    """Connections from one address, without those that are refused at once."""
     connections = []
     for _ in range(count):
         with contextlib.suppress(ConnectionError):
@@ -273,7 +273,7 @@ def unchecked() -> ssl.SSLContext:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other side has left it open: nothing is there to be read, not even an end."""
+    """Whether the other side has left the connection open: there is nothing to read, not even an end."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1 << 16))
@@ -285,8 +285,8 @@ def is_open(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[float], Any]]:
-    """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Gives what waits for its
-    result, for so many seconds."""
+    """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Yields a function that waits
+    for the result, for at most the given seconds."""
     spawning = multiprocessing.get_context("spawn")
     receiving, sending = spawning.Pipe()
     process = spawning.Process(target=_report, args=(work, arguments, sending), daemon=True)
@@ -311,7 +311,7 @@ def _report(work: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> 
 
 
 def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same attack with a folder in the place of a run that is served: one is served there."""
+    """The same attack for a folder instead of a served run. It serves a new run in the folder."""
 
     @functools.wraps(attack)
     def alone(folder: Path, **options: Any) -> dict[str, Any]:
@@ -322,7 +322,7 @@ def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def run_alone(attack: Callable[..., dict[str, Any]], **options: Any) -> None:
-    """`python tests/attack/NAME.py [--OPTION N]`: prints the figures; exit code 1 where something did not hold."""
+    """`python tests/attack/NAME.py [--OPTION N]`: prints the figures; exit code 1 if a claim did not hold."""
     parser = argparse.ArgumentParser(description=(attack.__doc__ or "").splitlines()[0])
     for name, value in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)

@@ -1,4 +1,5 @@
-"""The account of a run that has ended: every acknowledged contribution once, no window skipped or repeated, replay equal."""
+"""The account of a run that has ended: it has every acknowledged contribution once, no window was skipped or repeated, and the
+replay is equal."""
 
 import json
 from dataclasses import asdict
@@ -7,7 +8,7 @@ from typing import Any
 
 
 def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
-    """Of the run's folder, with the acknowledgements that workers wrote down in `acks`; `arrivals`: as many as there must be."""
+    """Checks the run's folder against the acknowledgements that workers wrote to `acks`. `arrivals` is the expected number."""
     from heloco.cluster.client.worker import task_of
     from heloco.cluster.protocol.messages import RunInfo
     from heloco.cluster.server.replay import replay
@@ -30,7 +31,7 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
 
 
 def lines_until(tape: list[dict[str, Any]], arrival: int) -> int:
-    """Lines of the tape up to an arrival: a journal on a disk that was full has lost what checkpoints stand for."""
+    """Lines of the tape up to an arrival. On a full disk, events that checkpoints cover were pruned from the journal."""
     return next((i + 1 for i, line in enumerate(tape) if line["arrival"] == arrival and line["verdict"] != "refused"), 0)
 
 
@@ -41,7 +42,7 @@ def check_arrivals(accepted: list[dict[str, Any]], planned: int) -> None:
 
 
 def check_acks(tape: list[dict[str, Any]], folder: Path) -> int:
-    """Every acknowledgement that a worker got is on the tape, once, as it was told; how many contributions that were."""
+    """Checks that every acknowledgement that a worker got is on the tape once, with the same numbers. Returns their count."""
     lines = {(line["worker"], line["round"], line["version"]): line for line in tape}
     assert len(lines) == len(tape)
     keys = set()
@@ -56,7 +57,7 @@ def check_acks(tape: list[dict[str, Any]], folder: Path) -> int:
 
 
 def check_ledger(accepted: list[dict[str, Any]], books: dict[str, Any]) -> None:
-    """No window of data was skipped or used twice: what was used, is under way or waits to be handed out again is all of it."""
+    """Checks that no window of data was skipped or used twice: each was used, is under way, or waits to be handed out again."""
     for shard, page in enumerate(books["ledger"]):
         spans = [tuple(span) for line in accepted if line["shard"] == shard for span in line["spans"]]
         spans += [tuple(span) for held in books["held"] if held[3] == shard for span in held[4]]

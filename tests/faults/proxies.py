@@ -1,4 +1,4 @@
-"""Ways to the gateway that can be cut, or stop passing anything on."""
+"""Proxies in front of the gateway, which can cut connections or stop forwarding."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import threading
 
 
 class Proxies:
-    """One for each worker."""
+    """One proxy for each worker."""
 
     def __init__(self, target: int, count: int) -> None:
         self.ports: list[int] = []
@@ -54,7 +54,7 @@ class Proxies:
         self._loop.call_soon_threadsafe(lambda: [w.transport.abort() for w in self._writers[number]])
 
     def hold(self, number: int, seconds: float) -> None:
-        """Connections stay open, and nothing goes through; then they are gone."""
+        """Keeps connections open without forwarding anything, and then closes them."""
 
         def begin() -> None:
             self._passing[number].clear()

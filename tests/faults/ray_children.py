@@ -1,4 +1,4 @@
-"""The processes of a run on Ray that meets faults: what `heloco serve` is, a worker on another node, and one on the head."""
+"""The processes of a run on Ray with faults: `heloco serve`, a worker on another node, and one on the head."""
 
 import contextlib
 import functools
@@ -38,7 +38,7 @@ class OrderedActor(workers_module.WorkerActor):
 
 
 def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
-    """As `heloco serve` does, with one worker of its own."""
+    """Serves the run as `heloco serve` does, with one local worker."""
     for name, value in zip((FOLDER, NUMBER, STEP_S), papers, strict=True):
         os.environ[name] = str(value)
     workers_module.WorkerActor = OrderedActor  # type: ignore[misc]
@@ -54,7 +54,7 @@ def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], pa
                 write(state, {**to_plain(engine.status()), **about})
                 with contextlib.suppress(TimeoutError):
                     engine.wait(0.02)
-                    time.sleep(0.1)  # it has ended: until we are told to end too
+                    time.sleep(0.1)  # the run has ended: wait for the signal
     except (UserError, RunStopped, OSError) as error:
         tell(error)
 

@@ -1,4 +1,4 @@
-"""The process of the synchronizer with its gateway, in a run that meets faults."""
+"""The process of the synchronizer with its gateway, in a run with faults."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from heloco.errors import RunStopped, UserError
 
 
 def serve(folder: str, config: str, port: int, state: str) -> None:
-    """Until SIGTERM, or until it cannot go on; `state` is a file with how it is doing."""
+    """Serves until SIGTERM, or until the run has failed. It writes its status to the file `state`."""
     torch.set_num_threads(1)
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))

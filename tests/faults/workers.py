@@ -1,4 +1,4 @@
-"""The processes of workers in a run that meets faults: they do as they are ordered to."""
+"""The processes of workers in a run with faults. They carry out orders."""
 
 import contextlib
 import json
@@ -18,18 +18,18 @@ from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.protocol.refusals import Refused
 
 SENT_LIMIT = 3
-"""Contributions that a worker can be told to send again."""
+"""A worker remembers this many contributions, to send an old one again on request."""
 
 
 class Papers:
-    """A worker's orders come in a file, and the acknowledgements it gets go to another."""
+    """A worker's files: one with its orders, and one for the acknowledgements that it gets."""
 
     def __init__(self, folder: str, number: int) -> None:
         self.orders = Path(folder) / f"orders-{number}"
         self._acks = os.open(Path(folder) / f"acks-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def order(self, point: str) -> str:
-        """What is to be done at this point, once: kill, which is done here, corrupt, double or replay."""
+        """The order for this point, if there is one: corrupt, double or replay. The order to kill is carried out here."""
         try:
             order = json.loads(self.orders.read_text())
         except (OSError, ValueError):
@@ -46,13 +46,13 @@ class Papers:
 
 
 class Obedient:
-    """Before a link of any kind: does as it is ordered to when tensors go either way."""
+    """Mixin for a link: carries out orders before and after transfers of tensors."""
 
     papers: Papers
     flips = False
-    """One bit of what is sent is not as its digest says."""
+    """Whether to flip one bit of what is sent, so that the digest is wrong."""
     sent: "list[tuple[tuple[Any, ...], Any]]"
-    """The last contributions, with their answers."""
+    """The last contributions, with their acknowledgements."""
 
     def fetch(self, *arguments: Any) -> Any:
         self.papers.order("fetch")
@@ -81,7 +81,7 @@ class Obedient:
         return ack
 
     def _replay(self, arguments: tuple[Any, ...], ack: Any) -> None:
-        """An old contribution once more: the same answer, or a refusal; it counts no second time."""
+        """Sends an old contribution again. It must get the same answer or a refusal."""
         with contextlib.suppress(Refused):
             second_ack = super().hand_in(*arguments)  # type: ignore[misc]
             assert second_ack == ack, (second_ack, ack)
@@ -108,7 +108,7 @@ class OrderedLink(Obedient, HttpsLink):
 
 
 class OrderedWorker(Worker):
-    """`step_s`: what a step takes at the least, as on a slower device."""
+    """`step_s`: minimal duration of a step, as on a slower device."""
 
     papers: Papers
     step_s = 0.0
@@ -120,7 +120,7 @@ class OrderedWorker(Worker):
 
 
 def work(number: int, address: str, token: str, folder: str, step_s: float = 0.0) -> None:
-    """A worker over HTTPS until the run has ended."""
+    """Runs a worker over HTTPS until the run has ended."""
     link = OrderedLink(address, token)
     link.papers = Papers(folder, number)
     work_over(link, number, step_s)
