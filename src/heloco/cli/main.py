@@ -60,56 +60,46 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Parser:
-        command_parser: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        command_parser.set_defaults(command=command, parser=command_parser)
-        return command_parser
+        parser: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        parser.set_defaults(command=command, parser=parser)
+        return parser
 
-    command_parser = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
-    command_parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
-    command_parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
-    command_parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
-    command_parser.add_argument(
-        "--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers"
-    )
-    add_log_flag(command_parser)
-    add_config_flags(command_parser)
+    parser = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
+    parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
+    add_log_flag(parser)
+    add_config_flags(parser)
 
-    command_parser = add("resume", resume, "Go on with a run that was stopped or killed.")
-    command_parser.add_argument("folder", type=Path, metavar="RUN")
-    command_parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
-    add_log_flag(command_parser)
+    parser = add("resume", resume, "Go on with a run that was stopped or killed.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    add_log_flag(parser)
 
-    command_parser = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
-    command_parser.add_argument("folder", type=Path, metavar="RUN")
-    command_parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
-    command_parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    command_parser = add(
-        "export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads."
-    )
-    command_parser.add_argument("folder", type=Path, metavar="RUN")
-    command_parser.add_argument(
-        "--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]"
-    )
-    command_parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
+    parser = add("export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
 
-    command_parser = add("schedule", schedule, "Who would arrive when, without training.")
-    command_parser.add_argument(
-        "--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]"
-    )
-    command_parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
-    command_parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
-    command_parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
-    command_parser.add_argument(
-        "--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]"
-    )
-    command_parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
-    command_parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
-    command_parser.add_argument("--events", action="store_true", help="list every arrival")
-    command_parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("schedule", schedule, "Who would arrive when, without training.")
+    parser.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
+    parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
+    parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
+    parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
+    parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
+    parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
+    parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
+    parser.add_argument("--events", action="store_true", help="list every arrival")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    command_parser = add("methods", methods, "The outer methods: equations and knobs.")
-    command_parser.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("methods", methods, "The outer methods: equations and knobs.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
     add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
