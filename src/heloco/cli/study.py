@@ -29,7 +29,7 @@ def add_study_flags(parser: Parser) -> None:
     add("--methods", "X,X,…", "only these methods [all]", action="append")
     add("--out", "DIR", "where results and finished runs are kept [results; small: results-small]", type=Path)
     add("--scale", "{paper,small}", "the paper's size, or small: minutes on two CPU cores [paper]", default="paper")
-    add("--device", "TEXT", "cpu, cuda, or auto: a GPU where there is one [auto]", default="auto")
+    add("--device", "TEXT", "cpu, cuda, or auto: a GPU if there is one [auto]", default="auto")
 
 
 def study(parsed: argparse.Namespace) -> int:

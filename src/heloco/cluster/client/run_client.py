@@ -127,7 +127,7 @@ class RunClient:
         return self._joined
 
     def leave(self, text: str = "it left") -> None:
-        """Leaves the run. It is told so if it can be reached at once."""
+        """Leaves the run. If the run cannot be reached at once, it will notice by itself."""
         self._is_leaving.set()
         if self._beats is not None:
             self._beats.join(timeout=10)

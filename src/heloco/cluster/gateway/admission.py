@@ -5,8 +5,8 @@ credentials it is a stranger, and strangers have few places. Then it is admitted
 that no stranger can take. All places together need fewer descriptors than the process may have, so
 that files can always be opened.
 
-When there is no place left, the address that holds the most connections gives one up. So whoever
-opens many of them only pushes out its own.
+When there is no place left, the address that holds the most connections gives one up. So a client
+that opens many connections only pushes out its own.
 """
 
 import ipaddress

@@ -178,8 +178,8 @@ def _closing(message: Any) -> Any:
 
 
 def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """For "Expect: 100-continue": a client that gets its answer before it was told to send the body
-    may send it or not. So the next bytes could be anything, and the connection must end."""
+    """For "Expect: 100-continue": a client that gets its answer before 100 Continue may send the body
+    or not. So the next bytes could be anything, and the connection must end."""
     is_body_wanted = False
 
     async def receiving() -> Any:

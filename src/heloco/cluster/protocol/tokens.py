@@ -1,4 +1,4 @@
-"""A token as it is pasted: what it allows, a secret, and the fingerprint of the synchronizer's certificate.
+"""Tokens as text: a right, a secret, and the fingerprint of the synchronizer's certificate.
 
     heloco-worker.SECRET.FINGERPRINT
 
