@@ -245,8 +245,8 @@ def test_a_task_refuses_them_by_name(dtype):
 @untrainable
 def test_a_model_with_them_cannot_join_but_they_may_be_frozen(dtype):
     with pytest.raises(UserError, match=f"The parameter 'odd' is {dtype}: {SENTENCE}"):
-        ModelBlocks(with_a_block_of(dtype), whole=True)
-    assert list(ModelBlocks(with_a_block_of(dtype), whole=False).parameters) == ["weight"]
+        ModelBlocks(with_a_block_of(dtype), include_all=True)
+    assert list(ModelBlocks(with_a_block_of(dtype), include_all=False).parameters) == ["weight"]
 
 
 @pytest.mark.parametrize("dtype", ["I64", "I8", "BOOL"])
