@@ -1,4 +1,4 @@
-"""For tests of real runs: a service over a model of a few numbers, and machines that hand in what they are told to."""
+"""Helpers for tests of real runs: a service with a tiny model, and machines that a test controls."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,7 @@ def report(**values: Any) -> ContributionReport:
 
 @dataclass
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test sets."""
 
     now: float = 0.0
 
@@ -70,7 +70,7 @@ def config(**settings: Any) -> RunConfig:
 
 
 def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> Service:
-    """A service over the folder's run, or over a new one that has its model."""
+    """A service for the run in the folder, or for a new run that has its model."""
     service = external_run(config(**settings), folder, clock=clock or Clock())
     if service.state.run is None:
         link = LocalLink(service)
@@ -87,7 +87,7 @@ def join_request(name: str, **about: Any) -> JoinRequest:
 
 @dataclass
 class Hand:
-    """A machine that does what a test says."""
+    """A machine that a test controls."""
 
     service: Service
     name: str
@@ -99,7 +99,7 @@ class Hand:
         self.join()
 
     def join(self) -> Joined:
-        """Comes, or comes back as the machine it was."""
+        """Joins the run, or comes back as the same machine."""
         joined = self.service.members.join(join_request(self.name), self.returning)
         self.ticket = self.returning = joined.ticket
         return joined

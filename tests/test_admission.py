@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from heloco.cluster.gateway.admission import (
-    FILES,
-    FIRST_S,
-    FRUITLESS_AT_ONCE,
+    FRUITLESS_BURST,
     FRUITLESS_PER_S,
+    RESERVED_DESCRIPTORS,
+    UNDISTURBED_S,
     Admission,
     Places,
     Visitor,
@@ -44,7 +44,7 @@ def test_one_address_holds_few_places_and_only_old_ones_give_way():
     door = Door(SMALL)
     assert all(door.arrive("1.1.1.1", f"first-{i}") for i in range(3))
     assert door.arrive("1.1.1.1") is None and not door.ended
-    door.now_s = FIRST_S
+    door.now_s = UNDISTURBED_S
     assert door.arrive("1.1.1.1", "fourth") and door.ended == ["first-0"]
     assert door.arrive("2.2.2.2") and door.admission.strangers == 4
 
@@ -64,7 +64,7 @@ def test_among_many_addresses_with_one_place_each_only_old_ones_give_way():
     for i in range(6):
         assert door.arrive(f"1.1.1.{i}")
     assert door.arrive("9.9.9.9") is None and not door.ended
-    door.now_s = FIRST_S
+    door.now_s = UNDISTURBED_S
     assert door.arrive("9.9.9.9") and len(door.ended) == 1
 
 
@@ -111,7 +111,7 @@ def test_who_leaves_makes_room_and_is_ended_no_more():
 
 def test_an_address_that_comes_and_goes_without_credentials_has_to_wait():
     door = Door(Places())
-    for _ in range(int(FRUITLESS_AT_ONCE)):
+    for _ in range(int(FRUITLESS_BURST)):
         visitor = door.arrive("1.1.1.1")
         assert visitor is not None
         door.admission.leave(visitor)
@@ -122,7 +122,7 @@ def test_an_address_that_comes_and_goes_without_credentials_has_to_wait():
 
 def test_machines_that_come_and_go_with_credentials_never_have_to_wait():
     door = Door(Places())
-    for _ in range(3 * int(FRUITLESS_AT_ONCE)):
+    for _ in range(3 * int(FRUITLESS_BURST)):
         door.admission.leave(door.admitted("1.1.1.1"))
 
 
@@ -137,7 +137,7 @@ def test_addresses_that_one_machine_can_choose_among_are_one():
 @pytest.mark.parametrize("seats", [1, 5, 32])
 def test_all_places_together_leave_descriptors_for_files(descriptors, seats):
     places = Places.within(descriptors, seats)
-    assert places.strangers + places.admitted + seats <= descriptors - FILES
+    assert places.strangers + places.admitted + seats <= descriptors - RESERVED_DESCRIPTORS
     assert 4 <= places.strangers_per_address <= places.strangers <= 256 and 8 <= places.admitted <= 4096
 
 

@@ -297,9 +297,9 @@ def test_the_doctor_needs_no_address_to_tell_of_this_machine(monkeypatch):
     monkeypatch.delenv("HELOCO_ADDRESS", raising=False)
     done = heloco("doctor")
     assert done.code == 0 and len(done.out.splitlines()) == 3
-    found = {finding["what"]: finding for finding in json.loads(heloco("doctor", "--json").out)}
+    found = {finding["subject"]: finding for finding in json.loads(heloco("doctor", "--json").out)}
     assert list(found) == ["this machine", "GPU", "kernels"]
-    assert found["kernels"]["told"].startswith("cpu: compiled" if native.available else "cpu: portable torch operations")
+    assert found["kernels"]["text"].startswith("cpu: compiled" if native.available else "cpu: portable torch operations")
 
 
 def test_a_run_says_which_kernels_made_its_outer_steps(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ class Gate:
         self.service = small_cluster.opened(folder / "run")
         self.host = RunHost(self.service)
         self.host.tokens = TokenBook(folder / "credentials")
-        credentials, page = Credentials.found_or_made(folder / "credentials"), live.app_of_folder(folder / "run")
+        credentials, page = Credentials.load_or_make(folder / "credentials"), live.app_of_folder(folder / "run")
         self.server = GatewayServer(self.host, credentials, "127.0.0.1", 0, page=page, places=PLACES)
         self.server.start()
         self.opened: list[socket.socket] = []
@@ -286,7 +286,7 @@ def test_what_a_page_has_seen_is_a_number_or_refused(gate, seen):
 
 
 def test_when_too_many_files_go_out_the_next_one_has_to_wait(gate, monkeypatch):
-    monkeypatch.setattr("heloco.cluster.gateway.calls.DOWNLOADS_BESIDES", 0)
+    monkeypatch.setattr("heloco.cluster.gateway.calls.SPARE_DOWNLOADS", 0)
     calls, connection = gate.server.api.calls, gate.tls(MACHINE)
     machine = small_cluster.Hand(gate.service, "a")
     machine.take()

@@ -450,7 +450,7 @@ def test_a_journal_that_is_cut_while_the_run_goes_on_stops_it_and_nothing_is_los
     os.truncate(segments(tmp_path / "run" / FOLDER)[0][1], 300)
     with pytest.raises(Refused) as refused:
         hand.hand_in(delta(5))
-    assert refused.value.code is Code.AWAY and "was changed by somebody else" in service.state.ended.text
+    assert refused.value.code is Code.AWAY and "was changed by another process" in service.state.ended.text
     service.close()
     service = opened(tmp_path / "run", arrivals=100, checkpoint_every=0)
     assert service.state.run.synchronizer.arrivals == len(acks)

@@ -339,7 +339,7 @@ def test_a_wrong_token_is_a_sentence_for_the_person_who_pasted_it(served):
     with pytest.raises(UserError, match="needs a token"):
         HttpsLink("https://x:1", "")
     for address in ("http://x:1", "https://", "https://x:1/path", "https://u@x:99999"):
-        with pytest.raises(UserError, match="is no address of a gateway"):
+        with pytest.raises(UserError, match="is not the address of a gateway"):
             HttpsLink(address, served.host.token("worker"))
 
 
@@ -381,8 +381,8 @@ def test_no_gateway_at_the_address_is_to_be_tried_again(served):
 
 
 def test_credentials_are_made_once_and_are_their_owners_alone(tmp_path):
-    made = Credentials.found_or_made(tmp_path / "credentials", ["head", "10.0.0.7", "::1"])
-    again = Credentials.found_or_made(tmp_path / "credentials")
+    made = Credentials.load_or_make(tmp_path / "credentials", ["head", "10.0.0.7", "::1"])
+    again = Credentials.load_or_make(tmp_path / "credentials")
     assert made.fingerprint == again.fingerprint
     assert stat.S_IMODE((tmp_path / "credentials").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "credentials").iterdir()} == {0o600}
@@ -390,14 +390,14 @@ def test_credentials_are_made_once_and_are_their_owners_alone(tmp_path):
 
 def test_a_bad_host_name_and_a_broken_folder_are_sentences(tmp_path):
     with pytest.raises(UserError, match="neither the name nor the address"):
-        Credentials.found_or_made(tmp_path / "a", ["gerät"])
+        Credentials.load_or_make(tmp_path / "a", ["gerät"])
     folder = tmp_path / "credentials"
-    Credentials.found_or_made(folder)
+    Credentials.load_or_make(folder)
     for name in ("certificate.pem", "key.pem"):
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(b"broken")
         with pytest.raises(UserError, match=r"restore it|remove .*|belongs together"):
-            Credentials.found_or_made(folder)
+            Credentials.load_or_make(folder)
         (folder / name).write_bytes(before)
 
 
@@ -411,13 +411,13 @@ def _write_pair(folder: Path, begin_days: int, end_days: int) -> dict[str, str]:
 
 
 def test_our_certificate_outlives_every_run_and_stays_even_where_an_old_one_has_expired(tmp_path):
-    made = Credentials.found_or_made(tmp_path)
+    made = Credentials.load_or_make(tmp_path)
     ends = ssl._ssl._test_decode_cert(str(made.certificate))["notAfter"]  # type: ignore[attr-defined]
     assert ends == "Dec 31 23:59:59 9999 GMT"
     _write_pair(tmp_path, -400, -30)
-    old = Credentials.found_or_made(tmp_path)
+    old = Credentials.load_or_make(tmp_path)
     assert old.fingerprint != made.fingerprint
-    assert Credentials.found_or_made(tmp_path) == old
+    assert Credentials.load_or_make(tmp_path) == old
 
 
 def test_a_certificate_of_ones_own(tiny, tmp_path):
@@ -426,12 +426,12 @@ def test_a_certificate_of_ones_own(tiny, tmp_path):
     assert served.link().describe().run == served.run
     served.close()
     with pytest.raises(UserError, match="belong together"):
-        Credentials.found_or_made(tmp_path / "c", cert=own["cert"])
+        Credentials.load_or_make(tmp_path / "c", cert=own["cert"])
     with pytest.raises(UserError, match=r"valid from .* not today: give one .*one that does not expire is made"):
-        Credentials.found_or_made(tmp_path / "c", **_write_pair(tmp_path / "old", -30, -1))
+        Credentials.load_or_make(tmp_path / "c", **_write_pair(tmp_path / "old", -30, -1))
     other = _write_pair(tmp_path / "other", -1, 1)["key"]
     with pytest.raises(UserError, match="is not the key of"):
-        Credentials.found_or_made(tmp_path / "c", cert=own["cert"], key=other)
+        Credentials.load_or_make(tmp_path / "c", cert=own["cert"], key=other)
 
 
 @pytest.mark.parametrize("days", [(-30, -1), (1, 30), (-20_000, -10_000), (10_000, 20_000)])
@@ -446,7 +446,7 @@ def test_a_certificate_is_judged_by_its_fingerprint_and_not_by_the_clock_of_a_ma
     link.close()
     served.server.stop()
     _write_pair(folder / "credentials", *days)
-    changed = GatewayServer(served.host, Credentials.found_or_made(folder / "credentials"), "127.0.0.1", served.port)
+    changed = GatewayServer(served.host, Credentials.load_or_make(folder / "credentials"), "127.0.0.1", served.port)
     changed.start()
     with pytest.raises(UserError, match="is not the one in the token"):
         link.describe()
@@ -472,8 +472,8 @@ def test_the_links_side_loads_no_server_and_the_package_neither():
 
 
 def test_a_port_that_is_taken_and_an_address_of_others_are_sentences(served):
-    for host, port, says in (("127.0.0.1", served.port, "is taken"), ("192.0.2.1", 0, "no address of this machine"),
-                             ("no.such.host.invalid", 0, "no address to listen at")):  # fmt: skip
+    for host, port, says in (("127.0.0.1", served.port, "is taken"), ("192.0.2.1", 0, "not an address of this machine"),
+                             ("no.such.host.invalid", 0, "not an address to listen at")):  # fmt: skip
         with pytest.raises(UserError, match=says):
             GatewayServer(served.host, served.server.credentials, host, port).start()
 

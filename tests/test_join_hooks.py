@@ -275,7 +275,7 @@ def test_without_an_address_the_trainer_is_the_same_to_the_bit(monkeypatch):
 def test_the_address_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("HELOCO_ADDRESS", "nowhere:1")
     model = net()
-    with pytest.raises(heloco.UserError, match="'nowhere:1' is no address"), heloco.join(None, model, adam(model)):
+    with pytest.raises(heloco.UserError, match="'nowhere:1' is not the address"), heloco.join(None, model, adam(model)):
         pass
 
 
@@ -580,7 +580,7 @@ def test_a_round_that_comes_too_late_is_given_up_for_a_fresh_one(serve):
         link.late = False
         assert run.round == 1 and len(said) == 2 and "too late to be used" in said[1]
         assert_same(values(model), start)
-    assert abandoned(service)[0].text == "its contribution would come too late to be used"
+    assert abandoned(service)[0].text == "its contribution would arrive too late to be used"
 
 
 def test_rounds_that_come_to_nan_are_given_up_and_at_last_the_machine(serve):
@@ -732,8 +732,8 @@ def test_what_cannot_be_joined_is_said(serve):
 
     refused("takes the address first", model, adam(model))
     refused("needs the model and its optimizer", link, model)
-    refused("'http://x' is no address of a run", "http://x", model, adam(model))
-    refused("int is no torch optimizer", link, model, 3)
+    refused("'http://x' is not the address of a run", "http://x", model, adam(model))
+    refused("int is not a torch optimizer", link, model, 3)
     refused("moves none of the model's parameters", link, model, adam(net()))
     refused("no trainable parameters", link, net().requires_grad_(False), adam(model))
     lazy = nn.LazyLinear(2)

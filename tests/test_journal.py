@@ -205,7 +205,7 @@ def test_a_journal_that_is_removed_while_it_is_written_is_put_back(tmp_path, how
 def test_a_journal_that_is_cut_while_it_is_written_stops_the_run(tmp_path):
     journal = filled(tmp_path, 3)
     os.truncate(segment(tmp_path), 100)
-    with pytest.raises(JournalTaken, match="was changed by somebody else while the run was going on"):
+    with pytest.raises(JournalTaken, match="was changed by another process during the run"):
         journal.append(pause(3))
 
 

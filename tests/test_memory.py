@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from heloco.cluster.server import resident_memory as memory
-from heloco.wire.layout import Layout, mapped, write
+from heloco.wire.layout import Layout, map_tensors, write
 
 linux = pytest.mark.skipif(not memory.LINUX, reason="only Linux tells how much memory a process has")
 
@@ -16,7 +16,7 @@ def test_what_is_forgotten_is_no_memory_any_more_and_comes_back(tmp_path):
     layout = Layout.of(tensors)
     with (tmp_path / "file").open("wb", buffering=0) as file:
         write(file, layout, tensors)
-    found = mapped(tmp_path / "file", layout)["pseudo_gradient.0"]
+    found = map_tensors(tmp_path / "file", layout)["pseudo_gradient.0"]
     before = memory.resident_bytes()
     assert torch.equal(found, tensors["pseudo_gradient.0"])
     assert memory.resident_bytes() > before + 0.9 * size

@@ -245,8 +245,8 @@ def test_a_task_refuses_them_by_name(dtype):
 @untrainable
 def test_a_model_with_them_cannot_join_but_they_may_be_frozen(dtype):
     with pytest.raises(UserError, match=f"The parameter 'odd' is {dtype}: {SENTENCE}"):
-        ModelBlocks(with_a_block_of(dtype), whole=True)
-    assert list(ModelBlocks(with_a_block_of(dtype), whole=False).parameters) == ["weight"]
+        ModelBlocks(with_a_block_of(dtype), include_all=True)
+    assert list(ModelBlocks(with_a_block_of(dtype), include_all=False).parameters) == ["weight"]
 
 
 @pytest.mark.parametrize("dtype", ["I64", "I8", "BOOL"])
@@ -263,7 +263,7 @@ def test_a_run_takes_no_model_with_them(dtype, tmp_path):
 
 @pytest.mark.parametrize("shape", [[2**31, 2**31], [2**39, 2**39, 0], [0, 2**62], [1 << 39, 1 << 22, 2], [2**20] * 4])
 def test_a_shape_whose_size_overflows_is_malformed(shape):
-    with pytest.raises(ValueError, match="no list of names"):
+    with pytest.raises(ValueError, match="not a list of names"):
         Layout.from_json([["parameter.0", "F32", shape]])
     with pytest.raises(Refused) as refused:
         checked_layout((("parameter.0", "F32", tuple(shape)),))

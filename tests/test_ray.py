@@ -31,7 +31,7 @@ from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
-from heloco.cluster.ray.ray_cluster import _PINGS, Tls, _settings, _translated, check_versions, require_ray
+from heloco.cluster.ray.ray_cluster import _PINGS, Tls, _settings, _translate, check_versions, require_ray
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
 from heloco.cluster.server.replay import replay
@@ -274,7 +274,7 @@ def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_
     for _ in range(2):
         with pytest.raises(UserError, match="no empty folder"):
             RaySupervisor(spec_of(config(arrivals=2), tmp_path / "run"), cluster=cluster)
-    assert not cluster.broken()
+    assert not cluster.has_ended()
     with pytest.raises(LinkDown, match="No run is being served"):
         RayLink().describe()
 
@@ -403,7 +403,7 @@ def test_another_version_of_ray_is_named_with_ours(monkeypatch):
     python = ".".join(map(str, sys.version_info[:3]))
     with pytest.raises(RuntimeError) as refused:  # Ray's own words, of several lines
         ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
-    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(_translated(refused.value, "head:6379"))
+    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(_translate(refused.value, "head:6379"))
     link = RayLink.__new__(RayLink)
     link._ray = ray
     info = RunInfo(run="", heloco="", config="", task_digest="", model_digest="", external=False, ray="2.9.3")

@@ -68,7 +68,7 @@ def test_returning_to_an_arrival_gives_the_run_as_it_was_then(run, to):
     done = roll_back(folder, to=to)
     assert (done.arrivals, done.arrivals_before) == (to, 18)
     assert tape(folder) == whole_tape[:to]
-    assert digests(done.kept) == before  # the old one is kept as it was
+    assert digests(done.old_folder) == before  # the old one is kept as it was
     service = opened(folder, **OPTIONS)
     assert service.state.run.digest() == after[to]
     service.close()
@@ -95,7 +95,7 @@ def test_without_a_machine_the_others_contributions_stay(run):
     service = opened(folder, **OPTIONS)
     served = service.state.run.synchronizer.parameters
     assert all(torch.equal(a, b) for a, b in zip(served, parameters, strict=True))
-    assert service.state.book.barred(hands[1].id) == "its contributions were left out"
+    assert service.state.book.reason_barred(hands[1].id) == "its contributions were left out"
     service.close()
     check_goes_on(folder, done.arrivals)
 
@@ -141,7 +141,7 @@ def test_what_cannot_be_returned_to_is_said_and_changes_nothing(run):
 def test_twice_in_a_row_both_old_ones_are_kept(run):
     folder, _, after = run
     first, second = roll_back(folder, to=12), roll_back(folder, to=3)
-    assert first.kept != second.kept and first.kept.exists() and second.kept.exists()
+    assert first.old_folder != second.old_folder and first.old_folder.exists() and second.old_folder.exists()
     service = opened(folder, **OPTIONS)
     assert service.state.run.digest() == after[3]
     service.close()

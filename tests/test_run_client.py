@@ -2,7 +2,7 @@
 
 import pytest
 
-from heloco.cluster.client.run_client import LONGEST_PAUSE_S, pause_after
+from heloco.cluster.client.run_client import PAUSE_LIMIT_S, pause_after
 
 
 @pytest.mark.parametrize("down_s", [0.05, 0.5, 3.0, 10.0, 15.0, 60.0, 600.0])
@@ -11,5 +11,5 @@ def test_a_run_that_is_back_is_noticed_soon_and_is_not_asked_all_the_time(down_s
     while waited_s < down_s:
         waited_s += pause_after(waited_s)
         tries += 1
-    assert waited_s - down_s <= max(0.1, min(LONGEST_PAUSE_S, down_s / 8))
-    assert tries <= 50 + down_s / LONGEST_PAUSE_S
+    assert waited_s - down_s <= max(0.1, min(PAUSE_LIMIT_S, down_s / 8))
+    assert tries <= 50 + down_s / PAUSE_LIMIT_S

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heloco.cluster.server.open_run import check_served
+from heloco.cluster.server.open_run import check_servable
 from heloco.engine.simulate import simulate
 from heloco.errors import UserError
 from heloco.inner.second_moment import is_table, shared_memory
@@ -79,7 +79,7 @@ def test_it_is_refused_where_it_has_no_meaning() -> None:
         with_fields(RunConfig(), {"second_moment": "rows"})
     config = resolve(with_fields(RunConfig(), {"second_moment": "rows", "keep_state": True, "paces": [1, 1]}))
     with pytest.raises(UserError, match="real machines do not exchange AdamW's state"):
-        check_served(config)
+        check_servable(config)
 
 
 def test_with_fixed_shards_the_other_languages_are_not_unlearnt() -> None:

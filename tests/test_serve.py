@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from conftest import TINY_MODEL, Done, assert_refused, checkpoints, evals, heloco, tape, write_text
-from heloco.cli.mirror import GROWING, WHOLE, Mirror
+from heloco.cli.mirror import FIXED, GROWING, Mirror
 from heloco.cli.serve import outward_address, own_names, reachable
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
@@ -271,10 +271,10 @@ def test_status_shows_who_takes_part(going: Going) -> None:
 def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
     done = going.ask("doctor")
     assert done.code == 0 and "BAD" not in done.out, done.out
-    found = {finding["what"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
+    found = {finding["subject"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
     whats = {"this machine", "GPU", "kernels", "connection", "run", "clock", "latency", "download", "upload"}
     assert whats == set(found)
-    assert all(finding["good"] for finding in found.values())
+    assert all(finding["is_good"] for finding in found.values())
 
 
 def test_the_doctor_names_what_is_wrong(going: Going) -> None:
@@ -315,7 +315,7 @@ def test_what_is_watched_is_what_is_there(going: Going) -> None:
     mirror.start()
     try:
         journal = segments(there / FOLDER)[0][1].relative_to(there)
-        for name in (*WHOLE, *(str(journal) if name == FOLDER else name for name in GROWING)):
+        for name in (*FIXED, *(str(journal) if name == FOLDER else name for name in GROWING)):
             found = (mirror.folder / name).read_bytes() if (mirror.folder / name).exists() else b""
             assert (there / name).read_bytes().startswith(found) and (found or name == "tape.jsonl"), name
     finally:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from heloco.wire.layout import DTYPES, Layout, mapped, pieces, view, write
+from heloco.wire.layout import DTYPES, Layout, map_tensors, pieces, view, write
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMED = st.dictionaries(
@@ -45,7 +45,7 @@ def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_fac
     assert Layout.in_file(path) == layout
     assert all(
         torch.equal(a, b)
-        for a, b in zip(mapped(path, layout).values(), view(layout, bytearray(path.read_bytes())).values(), strict=True)
+        for a, b in zip(map_tensors(path, layout).values(), view(layout, bytearray(path.read_bytes())).values(), strict=True)
     )
 
 
@@ -72,7 +72,7 @@ def test_tensors_without_names_are_taken_in_the_layouts_order():
     ],
 )
 def test_rubbish_is_no_layout(rubbish):
-    with pytest.raises(ValueError, match="no list of names"):
+    with pytest.raises(ValueError, match="not a list of names"):
         Layout.from_json(rubbish)
 
 
@@ -82,7 +82,7 @@ def test_a_file_of_another_layout_or_size_is_not_mapped(tmp_path):
         path = tmp_path / str(i)
         path.write_bytes(content or b"x")
         with pytest.raises(ValueError, match="does not hold"):
-            mapped(path, layout)
+            map_tensors(path, layout)
 
 
 def test_the_first_difference_is_told():
@@ -107,5 +107,5 @@ def test_a_mapped_file_is_not_changed_by_writing_to_its_tensors(tmp_path):
     with path.open("wb", buffering=0) as file:
         write(file, layout, tensors)
     before = path.read_bytes()
-    mapped(path, layout)["a"].zero_()
+    map_tensors(path, layout)["a"].zero_()
     assert path.read_bytes() == before

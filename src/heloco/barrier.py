@@ -1,11 +1,11 @@
-"""Synchronous runs: contributions are added up until all workers have handed in."""
+"""The barrier of synchronous runs: adds contributions up until all workers have handed in."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from heloco.buffers import mixed
+from heloco.buffers import mix
 from heloco.outer.kernels.portable import pieces
 
 
@@ -24,14 +24,14 @@ class Barrier:
         weights: Sequence[float],
         buffers: Sequence[Tensor],
     ) -> None:
-        """The tensors of the worker that came last: each block by its own weight, at least in float32."""
+        """Adds the tensors of the worker that was appended last: each block with its own weight, in float32 or wider."""
         if not self.sums:
             dtypes = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
             self.sums = [torch.zeros_like(p, dtype=dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
             self.buffers = [b.clone() for b in buffers]
         else:
-            share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …: what is equal everywhere stays to the bit
-            self.buffers = [mixed(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
+            share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …, so equal values stay equal to the bit
+            self.buffers = [mix(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
             for part, of_delta in pieces(total, delta.to(total.device)):
                 part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two

@@ -1,4 +1,4 @@
-"""A model's buffers (BatchNorm's statistics, say) under many workers: which are taken, and how they are mixed."""
+"""A model's buffers, for example BatchNorm's statistics, with many workers: which are accepted, and how they are mixed."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from heloco.outer.kernels.portable import pieces
 
 
 def are_usable(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Whether all buffers are finite, but for what is infinite in ours too (a mask of −∞, say)."""
+    """Whether all values are finite, or equal to an infinite value in ours (for example a mask of −∞)."""
     if all_finite(theirs):
         return True
     parts = (part for x, y in zip(ours, theirs, strict=True) for part in pieces(x.to(y.device), y))
@@ -18,18 +18,18 @@ def are_usable(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
 
 
 def largest(buffers: Sequence[Tensor]) -> list[float]:
-    """The largest finite absolute value of each. A maximum does not depend on the order of its numbers."""
+    """The largest finite absolute value of each buffer."""
     return [max(0.0, *(_largest(part) for (part,) in pieces(buffer.detach()))) for buffer in buffers]
 
 
 def distances(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[float]:
-    """The largest difference between two buffers, for each pair; entries that are infinite in one of them do not count."""
+    """The largest difference between the two buffers of each pair. Entries that are infinite in one of them do not count."""
     pairs = zip(ours, theirs, strict=True)
     return [max(0.0, *(_largest(_wide(y) - _wide(x)) for x, y in pieces(a, b.to(a.device)))) for a, b in pairs]
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """As numbers whose differences do not overflow."""
+    """The tensor in double precision, so that differences do not overflow."""
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
@@ -40,16 +40,16 @@ def _largest(tensor: Tensor) -> float:
     return torch.where(values.isfinite(), values, 0.0).max().item()
 
 
-def shortened(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
-    """The other buffer, or what lies on the way to it. Counters are taken as they are, or not at all."""
+def shorten(ours: Tensor, theirs: Tensor, scale: float) -> Tensor:
+    """The other buffer, or for a scale below 1 a point on the way to it. A counter is taken entirely or not at all."""
     if scale == 1:
         return theirs
-    return mixed(ours, theirs, scale) if ours.is_floating_point() or ours.is_complex() else ours
+    return mix(ours, theirs, scale) if ours.is_floating_point() or ours.is_complex() else ours
 
 
-def mixed(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
-    """A new buffer, moved from ours towards the other one by `share`. Counters take the larger value, infinite entries the finite
-    one. What is equal in both stays to the bit."""
+def mix(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
+    """A new buffer, moved from ours towards the other one by `share`. Of two counters the larger counts, and of an infinite and a
+    finite entry the finite one. Equal entries stay equal to the bit."""
     theirs = theirs.to(ours.device)
     if not (ours.is_floating_point() or ours.is_complex()):
         return torch.maximum(ours, theirs)

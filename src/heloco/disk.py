@@ -1,8 +1,8 @@
-"""Writing so that a kill at any moment leaves either the old or the new, and so that a failing disk is not trusted.
+"""Atomic and durable writes: a kill at any moment leaves either the old file or the new one.
 
-An fsync that failed may have dropped what it was to write, and the next one then succeeds over the hole. So after a
-failed fsync nothing that the process believes about its files is certain: `NotDurable` ends it, and a restart continues
-from what is on the disk.
+1. An fsync fails, and the system drops the data that it should have written. 2. The next fsync succeeds, although the data
+is missing. So after a failed fsync the process can no longer trust its view of its files: `NotDurable` ends it, and a
+restart continues from what is on the disk.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from heloco.errors import RunStopped, UserError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
-"""Errors of a machine that is short of something for the moment: the same call may succeed later."""
-WRITE_AT_ONCE = 1 << 16
+"""Errors of a machine that is short of memory or descriptors at the moment: the same call may succeed later."""
+WRITE_PIECE_BYTES = 1 << 16
 
 
 class NotDurable(RunStopped):
@@ -50,7 +50,7 @@ def disk_errors(path: Path, remedy: str) -> Iterator[None]:
 
 
 def make_durable(file: int, path: Path) -> None:
-    """fsync of an open file or folder; `path` is named where it fails."""
+    """fsync of an open file or folder. Raises `NotDurable` with `path` if it fails."""
     try:
         os.fsync(file)
     except OSError as error:
@@ -66,8 +66,8 @@ def make_folder_durable(path: Path) -> None:
         os.close(handle)
 
 
-def forget_cached(file: int) -> None:
-    """Drops what the system has cached of a file, so that the next read shows what is on the disk.
+def drop_cached_pages(file: int) -> None:
+    """Drops the system's cache of a file, so that the next read comes from the disk.
 
     After a failed fsync the cache may hold pages that never reached the disk and are marked as written."""
     with contextlib.suppress(AttributeError, OSError):  # not on every system and file system
@@ -75,14 +75,16 @@ def forget_cached(file: int) -> None:
 
 
 def write_all(file: BinaryIO, content: bytes | memoryview) -> None:
-    """To an unbuffered file, in small pieces: on ext4 a new file of 60 MB takes 16 ms that way, and 140 ms in pieces of 4 MB."""
+    """Writes to an unbuffered file in small pieces. On ext4 a new file of 60 MB takes 16 ms this
+    way, and 140 ms in pieces of 4 MB."""
     view, at = memoryview(content), 0
     while at < len(view):
-        at += file.write(view[at : at + WRITE_AT_ONCE])
+        at += file.write(view[at : at + WRITE_PIECE_BYTES])
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """`mode`: the file's rights from its first moment on, less the process's umask."""
+    """Writes a file so that a kill leaves the old content or the new. `mode` are its permissions
+    from the beginning, less the umask."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
     try:

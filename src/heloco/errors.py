@@ -2,16 +2,17 @@
 
 
 class UserError(ValueError):
-    """Something the user can fix: the message names the cause and the remedy. The command line prints it and exits with 2."""
+    """An error that the user can fix. The message names the cause and the remedy. The command line prints it and exits with 2."""
 
 
 class RunStopped(RuntimeError):
-    """The run itself cannot go on (every contribution refused, for one). What was done is kept; the command line exits with 2."""
+    """The run cannot continue, for example because every contribution is refused. Its results are
+    kept. The command line exits with 2."""
 
 
-def nearest(name: str, known: "list[str] | tuple[str, ...]") -> str:
-    """', did you mean …?' for the closest known name, or the list of them."""
+def nearest(name: str, choices: "list[str] | tuple[str, ...]") -> str:
+    """ "did you mean …?" with the closest of the choices, or the list of all choices."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}."
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(choices)}."

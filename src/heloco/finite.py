@@ -22,7 +22,7 @@ def _can_be_infinite(tensor: Tensor) -> bool:
 
 
 def _extremes(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest number in one pass without a temporary; both are NaN if there is one."""
+    """The smallest and the largest number, in one pass without a temporary; both are NaN if the tensor holds NaN."""
     real = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     smallest, largest = torch.aminmax(real)
     return smallest, largest

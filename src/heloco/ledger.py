@@ -1,7 +1,7 @@
-"""The ledger of the data: which windows of each shard were handed out, so that each is used once per epoch whoever asks.
+"""The ledger of the data: which windows of each shard were handed out, so that each is used once per epoch.
 
-A shard is an endless stream: position p is window p mod N of its epoch p div N (each epoch in an order of its own, which the task
-knows). A round gets spans of positions; what a refused or abandoned round had is handed out again before anything new.
+A shard is an endless stream. Position p is window p mod N of epoch p div N; the task knows the order of each epoch. A round gets
+spans of positions. The positions of a refused or abandoned round are handed out again before new ones.
 """
 
 from collections.abc import Sequence
@@ -42,18 +42,18 @@ class Ledger:
         spans: list[Span] = []
         while count and page.returned:
             start, length = page.returned.pop(0)
-            used = min(length, count)
-            spans.append((start, used))
-            count -= used
-            if used < length:
-                page.returned.insert(0, (start + used, length - used))
+            length_taken = min(length, count)
+            spans.append((start, length_taken))
+            count -= length_taken
+            if length_taken < length:
+                page.returned.insert(0, (start + length_taken, length - length_taken))
         if count:
             spans.append((page.cursor, count))
             page.cursor += count
         return tuple(spans)
 
     def give_back(self, shard: int, spans: Sequence[Span], steps: int) -> None:
-        """A round came to nothing: its positions wait for the next round of the shard, the earliest first."""
+        """Takes back the positions of a refused or abandoned round. The next round of the shard gets them, earliest first."""
         page = self.pages[shard]
         page.visits -= 1
         page.steps -= steps

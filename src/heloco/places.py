@@ -1,4 +1,4 @@
-"""Where this machine keeps what outlives a run."""
+"""The folder for files that outlive a run."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What goes out to a worker, what comes back, and what became of it: the types that every engine shares."""
+"""Round, Contribution and Arrival: the types that every engine shares."""
 
 from dataclasses import dataclass, field
 
@@ -12,30 +12,30 @@ from heloco.verdicts import Verdict as Verdict
 
 @dataclass(slots=True)
 class Round:
-    """One worker's H inner steps: handed out by the synchronizer, the same whoever runs it."""
+    """One worker's H inner steps, as the synchronizer hands them out."""
 
     worker: int
     index: int
-    """The worker's rounds before this one that were accepted or refused."""
+    """How many rounds of the worker came before this one."""
     version: int
     """The outer step at dispatch, s_i."""
     shard: int
     spans: tuple[Span, ...]
     inner_steps: int
     shard_steps: int
-    """Inner steps handed out on this shard before this round: where a schedule positioned by shard stands."""
+    """Inner steps handed out on this shard before this round: the position of a learning-rate schedule by shard."""
     run_steps: float
-    """Inner steps accepted in the whole run before this round, over the number of workers: a schedule positioned by run."""
+    """Inner steps accepted in the whole run before this round, divided by the workers: the position of a schedule by run."""
     parameters: list[Tensor] = field(default_factory=list, repr=False)
-    """What the worker starts from. Shared between rounds: never written to."""
+    """The parameters that the round begins with. They are shared between rounds and must not be written to."""
     buffers: list[Tensor] = field(default_factory=list, repr=False)
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
-    """What the worker keeps from its last round (its optimizer's state). It stays with the worker; engines only carry it."""
+    """The worker's optimizer state after its last round. It belongs to the worker; engines only pass it on."""
 
 
 @dataclass(slots=True)
 class Contribution:
-    """What a worker hands back."""
+    """The result of a round, as the worker hands it in."""
 
     worker: int
     index: int
@@ -47,7 +47,7 @@ class Contribution:
     last_loss: float | None = None
     samples: int = 0
     units: int = 0
-    """What the task counts: tokens, or examples."""
+    """Tokens or examples, whichever the task counts."""
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
 
 
@@ -56,7 +56,7 @@ NOT_FINITE = "the pseudo-gradient has no finite norm"
 
 @dataclass(slots=True)
 class Arrival:
-    """What the synchronizer made of a contribution."""
+    """What became of a contribution."""
 
     verdict: Verdict
     arrival: int
@@ -74,10 +74,10 @@ class Arrival:
     released: tuple[int, ...]
     """Workers that may start again now."""
     code: Code = ""
-    """Why it was not simply applied, for programs."""
+    """Why the contribution was not applied unchanged, for programs; empty if it was."""
     reason: str = ""
-    """The same as a sentence."""
+    """The code as a sentence, for people."""
     clipped: float = 1.0
-    """The smallest factor that a block was scaled down with by the norm guard; 1 if none was."""
+    """The smallest factor by which the norm guard scaled a block down; 1 if it scaled none."""
     outcomes: list[Outcome] = field(default_factory=list, repr=False)
     movements: list[float] = field(default_factory=list, repr=False)

@@ -1,4 +1,4 @@
-"""Randomness without a global generator: every draw has a name, and its seed comes from the run's seed and that name."""
+"""Randomness without a global generator: every draw has a name, and its seed is derived from the run's seed and that name."""
 
 import hashlib
 

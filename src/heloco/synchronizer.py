@@ -1,10 +1,10 @@
 """The synchronizer: a state machine without clock, file, thread or network.
 
-    dispatch(worker) -> Round          what a worker is to do, from which parameters, on which data
-    receive(Contribution) -> Arrival   what was made of what it handed back
+    dispatch(worker) -> Round          a worker's next round: its start, its data, its number of steps
+    receive(Contribution) -> Arrival   applies, drops or refuses a contribution
 
 Engines drive it: a virtual clock in a simulation, real workers on a cluster. It keeps the outer parameters and momentum (in the
-outer rule), the buffers, who holds which round, and the ledger of the data. Its memory does not grow with the number of workers.
+outer rule), the buffers, the rounds under way, and the ledger of the data. Its memory does not grow with the number of workers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.buffers import are_usable, distances, largest, mixed, shortened
+from heloco.buffers import are_usable, distances, largest, mix, shorten
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
@@ -30,7 +30,7 @@ __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Ve
 
 @dataclass(frozen=True, slots=True)
 class _Ruling:
-    """What becomes of a contribution: the part of an `Arrival` that is decided first."""
+    """The verdict on a contribution: the part of an `Arrival` that is decided first."""
 
     verdict: Verdict
     code: Code = ""
@@ -39,8 +39,8 @@ class _Ruling:
 
 
 @dataclass(frozen=True, slots=True)
-class _Guarded:
-    """What the norm guard says about a contribution: about its blocks, and about its buffers."""
+class _Judgements:
+    """The norm guard's judgements of a contribution: of its blocks, and of its buffers."""
 
     blocks: Judgement = field(default_factory=Judgement)
     buffers: Judgement = field(default_factory=Judgement)
@@ -50,15 +50,15 @@ class _Guarded:
         return self.blocks.sentence or self.buffers.sentence
 
     def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The worker's, as far as they are trusted; ours if its Δ was an outlier, which may have spoiled its buffers too."""
+        """The worker's buffers as far as they are trusted. If its Δ was an outlier, its buffers may be spoiled too: then ours."""
         if self.blocks.sentence:
             return ours
         if not self.buffers.scales:
             return contribution.buffers
-        return list(map(shortened, ours, contribution.buffers, self.buffers.scales))
+        return list(map(shorten, ours, contribution.buffers, self.buffers.scales))
 
     def ruling(self, verdict: Verdict) -> _Ruling:
-        """On a contribution that is used, scaled down or as it is."""
+        """The ruling on a contribution that is used, scaled down or unchanged."""
         if not self.sentence:
             return _Ruling(verdict)
         clipped = min(self.blocks.smallest_scale, self.buffers.smallest_scale)
@@ -66,11 +66,11 @@ class _Guarded:
 
 
 class _TooLarge(Exception):
-    """The norm guard refuses the contribution; nothing has changed but its history."""
+    """The norm guard refuses the contribution. Only the guard's history has changed."""
 
 
 class Synchronizer:
-    """`outer` is None for a schedule without training: then only the books are kept."""
+    """The outer state of a run. `outer` is None for a schedule without training: then there are no tensors."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Synchronizer:
 
     @property
     def thetas(self) -> list[Tensor]:
-        """The parameters in the precision that the outer rule keeps them in: of a model in half precision, float32 masters."""
+        """The parameters in the precision of the outer rule: float32 master copies for a model in half precision."""
         return [] if self.outer is None else self.outer.thetas()
 
     @property
@@ -125,13 +125,13 @@ class Synchronizer:
 
     @property
     def waiting(self) -> tuple[int, ...]:
-        """Workers that handed in and wait at the barrier for the others."""
+        """Workers that have handed in and wait at the barrier."""
         return tuple(self._barrier.workers)
 
     # ---- dispatch
 
     def dispatch(self, worker: int, *, with_start: bool = True) -> Round:
-        """`with_start=False`: without tensors, for an engine that takes them one by one (`start`)."""
+        """The worker's next round. With `with_start=False` it has no tensors; the engine gets them one by one from `start`."""
         if worker in self.held:
             raise ValueError(
                 f"worker {worker} already holds round {self.held[worker].index}: it must return or abandon it first."
@@ -145,13 +145,13 @@ class Synchronizer:
         self.held[worker] = held
         if self.outer is None or not with_start:
             return held
-        if self._start is None:  # one look-ahead model for all that start at this outer step
+        if self._start is None:  # one look-ahead model for all rounds of this version
             self._start = self.outer.lookahead()
         return replace(held, parameters=self._start, buffers=list(self.buffers))
 
     def start(self, names: Iterable[str]) -> Iterator[Tensor]:
-        """What a worker starts from now, in the order of these names (parameter.0, …, buffer.0, …), large parameters in flat
-        slices: no second model in memory."""
+        """The start of the current version, in the order of these names (parameter.0, …, buffer.0, …). Large parameters come in
+        flat slices, so that there is no second model in memory."""
         for name in names:
             kind, _, number = name.partition(".")
             if kind == "buffer":
@@ -160,7 +160,7 @@ class Synchronizer:
                 yield from self.outer.lookahead_of(int(number))
 
     def abandon(self, worker: int) -> None:
-        """A worker is gone or gave up: its data goes back to the ledger, its round counts for nothing."""
+        """Gives up the worker's round. Its data goes back to the ledger."""
         held = self.held.pop(worker)
         self.ledger.give_back(held.shard, held.spans, held.inner_steps)
         self.rounds_of[worker] += 1
@@ -202,7 +202,7 @@ class Synchronizer:
 
     def _refuse(self, held: Round, staleness: int, ruling: _Ruling) -> Arrival:
         self.abandon(held.worker)
-        if ruling.code != "norm":  # contributions that are merely large do not mean that the training has come to its end
+        if ruling.code != "norm":  # refusals for size do not count towards the end of the run
             self.refused_in_a_row += 1
         return Arrival(
             "refused", self.arrivals, self.outer_step, held.worker, held.index, held.version, staleness, 0.0,
@@ -210,7 +210,7 @@ class Synchronizer:
         )  # fmt: skip
 
     def _rule_on(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
-        """What does not fit, or is far larger than usual, does not come near the parameters."""
+        """Applies a contribution, or refuses it if its shapes are wrong, it is not finite, or it is far larger than usual."""
         if self.outer is not None and (mismatch := self._mismatch(contribution)):
             return mismatch
         try:
@@ -237,87 +237,88 @@ class Synchronizer:
         return ruling
 
     def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
-        """One outer step, with what the norm guard leaves of the contribution."""
-        guarded = _Guarded()
+        """One outer step with the contribution, scaled down by the norm guard if necessary."""
+        judgements = _Judgements()
 
         def scale(squares: Numbers) -> Sequence[float]:
-            nonlocal guarded
-            guarded = self._judge(contribution, held, squares)
-            return guarded.blocks.scales
+            nonlocal judgements
+            judgements = self._judge(contribution, held, squares)
+            return judgements.blocks.scales
 
         self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None)
-        self._mix_buffers(guarded.buffers_of(contribution, self.buffers), 1 / self.workers)
-        return guarded.ruling("applied")
+        self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
+        return judgements.ruling("applied")
 
-    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Guarded:
-        """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` where it is to be refused."""
+    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Judgements:
+        """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` if it is refused."""
         assert self.outer is not None
         participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
-        guarded = _Guarded(
+        judgements = _Judgements(
             self.guard.judge(
                 self._norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
                 model_norm=self.outer.norm,
             ),
             self._judge_buffers(contribution, held, participants),
         )  # fmt: skip
-        if guarded.sentence and self.guard.policy == "refuse":
-            raise _TooLarge(guarded.sentence)
-        return guarded
+        if judgements.sentence and self.guard.policy == "refuse":
+            raise _TooLarge(judgements.sentence)
+        return judgements
 
     def _judge_buffers(self, contribution: Contribution, held: Round, participants: int) -> Judgement:
-        """At first a buffer may move by ten times its own size, or that of 1; a counter by ten times the round's steps."""
+        """Before there is a history, a buffer may move by ten times its own size or 10, and a counter by ten times the round's
+        steps."""
         if not self.buffers:
             return Judgement()
-        least = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
+        minimum = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
         return self.guard.judge_buffers(
             self._distances, held.worker, distances(self.buffers, contribution.buffers), participants=participants,
-            at_first=list(map(max, largest(self.buffers), least)),
+            at_first=list(map(max, largest(self.buffers), minimum)),
         )  # fmt: skip
 
     def _mismatch(self, contribution: Contribution) -> _Ruling | None:
-        for ours, theirs, what in (
+        for ours, theirs, subject in (
             (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
             (self.buffers, contribution.buffers, "buffers do"),
         ):
             if list(map(_shape, ours)) != list(map(_shape, theirs)):
-                return _Ruling("refused", "shapes", f"the {what} not have the model's shapes")
+                return _Ruling("refused", "shapes", f"the {subject} not have the model's shapes")
         if not are_usable(self.buffers, contribution.buffers):
             return _Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
         return None
 
     def _step(self, pseudo_gradient: Sequence[Tensor], weight: float, scale: ScaleBlocks | None = None) -> None:
-        """One outer step. Raises `NotFinite`, and nothing has changed, where the pseudo-gradient is not finite."""
+        """One outer step. Raises `NotFinite` without any change if the pseudo-gradient is not finite."""
         assert self.outer is not None
         self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient, scale=scale)
         self._start = None
 
-    def _mix_buffers(self, arrived: Sequence[Tensor], share: float) -> None:
-        """Buffers move towards the worker's by its share."""
-        self.buffers = [mixed(ours, theirs, share) for ours, theirs in zip(self.buffers, arrived, strict=True)]
+    def _mix_buffers(self, worker_buffers: Sequence[Tensor], share: float) -> None:
+        """Moves the buffers towards the worker's by `share`."""
+        self.buffers = [mix(ours, theirs, share) for ours, theirs in zip(self.buffers, worker_buffers, strict=True)]
 
     # ---- barrier (synchronous) mode
 
     def _gather(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
-        """Adds ρΔ to the sum; the last of the workers makes the outer step with it."""
-        guarded = _Guarded()
+        """Adds ρΔ to the sum. With the last worker's contribution, makes the outer step."""
+        judgements = _Judgements()
         if self.outer is not None:
             squares = self.outer.squares(contribution.pseudo_gradient)
             if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
-                guarded = self._judge(contribution, held, squares)
+                judgements = self._judge(contribution, held, squares)
         self._barrier.workers.append(contribution.worker)
         if self.outer is not None:
-            weights = [weight * scale for scale in guarded.blocks.scales] or [weight] * len(self.parameters)
-            buffers = guarded.buffers_of(contribution, self.buffers)
+            weights = [weight * scale for scale in judgements.blocks.scales] or [weight] * len(self.parameters)
+            buffers = judgements.buffers_of(contribution, self.buffers)
             self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
         if len(self._barrier.workers) < self.workers:
-            return guarded.ruling("gathered")
+            return judgements.ruling("gathered")
         if self.outer is not None:
             self._step(self._barrier.sums, 1.0)  # finite: each contribution was checked as it came in
             self._mix_buffers(self._barrier.buffers, 1.0)
         self.outer_step += 1
-        return guarded.ruling("applied")
+        return judgements.ruling("applied")
 
     def _open_barrier(self) -> tuple[int, ...]:
         self._barrier.open()
@@ -326,7 +327,7 @@ class Synchronizer:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain values (`books`) and named tensors (`tensors`)."""
+        """The whole state, as plain values (`books`) and named tensors (`tensors`)."""
         books: dict[str, Any] = {
             "outer_step": self.outer_step,
             "arrivals": self.arrivals,
@@ -363,17 +364,17 @@ class Synchronizer:
         self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        of_block: dict[int, list[str]] = {}
+        names_by_block: dict[int, list[str]] = {}
         for name in tensors:
             if name.startswith("outer."):
-                of_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
+                names_by_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
 
-        def numbered(kind: str) -> list[Tensor]:
+        def tensors_of(kind: str) -> list[Tensor]:
             count = sum(1 for name in tensors if name.startswith(f"{kind}."))
             return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
 
-        self.buffers, self._barrier.sums = numbered("buffer"), numbered("gathered")
-        self._barrier.buffers = numbered("gathered_buffer")
+        self.buffers, self._barrier.sums = tensors_of("buffer"), tensors_of("gathered")
+        self._barrier.buffers = tensors_of("gathered_buffer")
         self._norms = _history(tensors.get("norms"), self._norms)
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
@@ -381,8 +382,8 @@ class Synchronizer:
             for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
                 p.copy_(tensors[f"parameter.{i}"])
                 assert self.outer is not None
-                kept = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in of_block.get(i, ())}
-                self.outer.state[p] = {**kept, **plain}
+                outer_state = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in names_by_block.get(i, ())}
+                self.outer.state[p] = {**outer_state, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:
         return {
@@ -397,7 +398,7 @@ _shape = attrgetter("shape")
 
 
 def _as_tensor(history: NormHistory) -> Tensor:
-    """(worker, row, norm), with zeros where there is no row yet."""
+    """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
     rows = history.rows()
     table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
     for worker, of_worker in enumerate(rows):
@@ -406,15 +407,15 @@ def _as_tensor(history: NormHistory) -> Tensor:
     return table
 
 
-def _history(table: Tensor | None, like: NormHistory) -> NormHistory:
-    """From a checkpoint; None: it was written without a guard."""
-    history = NormHistory(len(like.rows()), like.sizes)
+def _history(table: Tensor | None, template: NormHistory) -> NormHistory:
+    """The history in a checkpoint; empty if that was written without a guard."""
+    history = NormHistory(len(template.rows()), template.sizes)
     if table is not None:
         history.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
     return history
 
 
 def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:
-    """Whether all blocks are finite, and small enough for an outer rule to square the sum of all workers' blocks like them."""
-    most = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
-    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(most)).all())  # a NaN is not below anything
+    """Whether all blocks are finite, and so small that the square of the sum of such blocks of all workers does not overflow."""
+    limits = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
+    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(limits)).all())  # False for NaN

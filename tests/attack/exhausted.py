@@ -1,4 +1,4 @@
-"""The run's process has no descriptor, or no memory, left for a while: requests are refused as busy, and then all goes on.
+"""The run's process runs out of descriptors or memory for a while. Requests are refused as busy, and then the run continues.
 
 Alone: `python tests/attack/exhausted.py`; `--help` names its options.
 """
@@ -19,32 +19,32 @@ from rig import Rate, Serving, check, connect, contributing, judge, run_alone, u
 DESCRIPTORS, MEMORY = resource.RLIMIT_NOFILE, resource.RLIMIT_DATA
 NAMES = {DESCRIPTORS: "descriptors", MEMORY: "memory"}
 MARGIN = {DESCRIPTORS: 0, MEMORY: 16 << 20}
-"""How much the process may still have: no descriptor; memory for small things and for the bytes of a large message."""
+"""What the process may still allocate: no descriptor, but memory for small objects and the bytes of a large message."""
 ARRIVALS = 50
 LARGE = b'{"name":"x","version":"0","layout":[' + b'["a","F32",[1,2,3,4,5]],' * 170_000 + b'["a","F32",[1]]]}'
 """A message that takes much memory to read."""
 
 
-def in_use(serving: Serving, what: int) -> int:
+def in_use(serving: Serving, limit: int) -> int:
     process = Path(f"/proc/{serving.process.pid}")
-    if what == DESCRIPTORS:
+    if limit == DESCRIPTORS:
         return max(int(entry.name) for entry in (process / "fd").iterdir()) + 1
     return int((process / "statm").read_text().split()[5]) * resource.getpagesize()
 
 
 @contextmanager
-def without_more(serving: Serving, what: int) -> Iterator[None]:
-    """The process gets no more than it has."""
-    before = resource.prlimit(serving.process.pid, what)
-    resource.prlimit(serving.process.pid, what, (in_use(serving, what) + MARGIN[what], before[1]))
+def without_more(serving: Serving, limit: int) -> Iterator[None]:
+    """Limits the process to what it uses now."""
+    old_limit = resource.prlimit(serving.process.pid, limit)
+    resource.prlimit(serving.process.pid, limit, (in_use(serving, limit) + MARGIN[limit], old_limit[1]))
     try:
         yield
     finally:
-        resource.prlimit(serving.process.pid, what, before)
+        resource.prlimit(serving.process.pid, limit, old_limit)
 
 
 class Asking:
-    """One connection with the token; what it was answered."""
+    """One connection with the token, which counts the answers."""
 
     def __init__(self, serving: Serving) -> None:
         self._connection = http.client.HTTPSConnection("127.0.0.1", serving.port, timeout=20, context=unchecked())
@@ -66,20 +66,20 @@ class Asking:
         return answer
 
 
-def ask_meanwhile(serving: Serving, what: int) -> dict[str, int]:
+def ask_meanwhile(serving: Serving, limit: int) -> dict[str, int]:
     """Requests that need a descriptor or much memory, and some that need neither."""
     asking = Asking(serving)
     check(asking.ask("GET", "/v1/describe") == "200", "the run does not answer")
-    with without_more(serving, what):
+    with without_more(serving, limit):
         waiting = connect(serving.port, "127.9.0.1", 60.0)
         for _ in range(5):
-            if what == DESCRIPTORS:
+            if limit == DESCRIPTORS:
                 asking.ask("GET", "/v1/file?name=config.toml&offset=0")
             else:
                 asking.ask("POST", "/v1/join", LARGE)
             check(asking.ask("GET", "/v1/clock") == "200", f"a request that needs nothing was refused: {asking.answers}")
     until(lambda: asking.ask("GET", "/v1/file?name=config.toml&offset=0") == "200", "files can be read again", 20.0)
-    if what == MEMORY:
+    if limit == MEMORY:
         waiting.close()
         waiting = connect(serving.port, "127.9.0.1")
     with unchecked().wrap_socket(waiting) as greeted:  # without descriptors, it could not be accepted before
@@ -87,7 +87,7 @@ def ask_meanwhile(serving: Serving, what: int) -> dict[str, int]:
         check(greeted.recv(4096).startswith(b"HTTP/1.1 401"), "connections are not accepted again")
     serving.check_well()
     wrong = [answer for answer in asking.answers if answer.startswith("5") and answer != "503 busy"]
-    check(not wrong and asking.answers["503 busy"], f"{NAMES[what]} ran out: {asking.answers}")
+    check(not wrong and asking.answers["503 busy"], f"{NAMES[limit]} ran out: {asking.answers}")
     return dict(asking.answers)
 
 
@@ -97,9 +97,9 @@ def attack(folder: Path, seconds: float, times: int) -> dict[str, Any]:
         rate, answers = Rate(serving), {}
         rate.measure("before", ARRIVALS)
         for number in range(times):
-            for what, name in NAMES.items():
-                answers[f"{name} {number}"] = ask_meanwhile(serving, what)
-                with without_more(serving, what), rate.measured(f"without {name} {number}"):
+            for limit, name in NAMES.items():
+                answers[f"{name} {number}"] = ask_meanwhile(serving, limit)
+                with without_more(serving, limit), rate.measured(f"without {name} {number}"):
                     time.sleep(seconds)
                 rate.measure(f"with {name} again {number}", ARRIVALS)
         rate.measure("after", ARRIVALS)

@@ -35,10 +35,10 @@ EXTERNAL = ("--task", "external", "--arrivals", "1000000", "--inner-steps", "2",
 MODEL = {"parameter.0": torch.linspace(-1, 1, 15).view(5, 3), "parameter.1": torch.zeros(4), "buffer.0": torch.zeros(3)}
 NAMES = ["weight", "bias", "mean"]
 ENDING = ("/v1/stop",)
-"""Requests that end the run where they are valid: they are recorded and not sent, and nearly always broken afterwards."""
+"""Requests that would end a run. They are recorded but not forwarded, and nearly always mutated so that they are invalid."""
 HANG_S = 5.0
 REFRESH = 250
-"""After so many requests the honest traffic is recorded again, so that what is sent is about rounds and machines that exist."""
+"""After this many requests the honest traffic is recorded again, so that requests are about rounds and machines that exist."""
 WITHOUT_MODEL = 0.1
 """Share of the requests that are sent before the run has its model."""
 
@@ -62,11 +62,11 @@ class Session:
     def _join(self, name: str) -> Ticket:
         return self.link.join(name, returning=None, layout=self.layout).ticket
 
-    def bring_model(self, *, whole: bool) -> None:
-        """Without `whole`, all but the last request, so that the run goes on waiting for its model."""
+    def bring_model(self, *, is_complete: bool) -> None:
+        """Sends the model. Unless `is_complete`, the last request is left out, so that the run still waits for its model."""
         bringer = self._join("bringer")
         self.recorder.held_back |= {"/v1/model/commit"}
-        if whole:
+        if is_complete:
             self.recorder.held_back -= {"/v1/model/commit"}
         with contextlib.suppress(LinkDown, Refused):
             self.link.send_model(bringer, self.layout, MODEL, NAMES)
@@ -81,19 +81,19 @@ class Session:
         contribution = Layout(joined.contribution_layout or ())
         delta = {name: torch.full(shape, 1e-3) for name, _, shape in contribution.entries}
         for ending in ("hand in", "give back", "keep"):
-            taken = self.link.next_round(ticket, 0.0)
-            if isinstance(taken, Wait):
+            answer = self.link.next_round(ticket, 0.0)
+            if isinstance(answer, Wait):
                 break
-            self.link.fetch(ticket, taken.key, self.layout, taken.start_digest)
+            self.link.fetch(ticket, answer.key, self.layout, answer.start_digest)
             self.link.beat(ticket, 1)
             if ending == "hand in":
-                self.link.hand_in(ticket, taken.key, contribution, delta, REPORT)
+                self.link.hand_in(ticket, answer.key, contribution, delta, REPORT)
             elif ending == "give back":
                 self.link.abandon(ticket, "no reason")
         self.link.leave(self._join("guest"), "no reason")
 
     def rule(self) -> None:
-        """What an administrator may do. The run can be worked in afterwards."""
+        """Makes all requests of an administrator, and leaves the run usable."""
         self.admin.pause("a look at it")
         self.admin.evict(self._join("unwanted").machine, "no reason")
         self.admin.unpause()
@@ -116,14 +116,14 @@ class Session:
                 browser.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\ncookie: heloco-view={key}\r\n\r\n".encode())
                 browser.recv(1000)
 
-    def requests(self) -> dict[tuple[str, str], list[Request]]:
-        """What was recorded, and for endpoints that nobody used something like it."""
-        found = dict(self.recorder.seen)
-        known = [request for requests in found.values() for request in requests if request.body]
-        for number, kind in enumerate(sorted(self.endpoints - found.keys())):
-            like = known[number % len(known)]
-            found[kind] = [Request(*kind, query="a=1", headers=like.headers, body=like.body)]
-        return found
+    def group(self) -> dict[tuple[str, str], list[Request]]:
+        """The recorded requests, and similar ones for endpoints that were not used."""
+        recorded = dict(self.recorder.requests)
+        with_body = [request for group in recorded.values() for request in group if request.body]
+        for number, kind in enumerate(sorted(self.endpoints - recorded.keys())):
+            example = with_body[number % len(with_body)]
+            recorded[kind] = [Request(*kind, query="a=1", headers=example.headers, body=example.body)]
+        return recorded
 
     def close(self) -> None:
         for link in (self.link, self.viewer, self.admin):
@@ -136,9 +136,9 @@ def endpoints(folder: Path) -> set[tuple[str, str]]:
     values = {"task": "external", "paces": [1.0], "arrivals": 1, "inner_steps": 1, "device": "cpu"}
     service = external_run(resolve(with_fields(RunConfig(), values)), folder / "endpoints")
     host = RunHost(service, ListenConfig("127.0.0.1", 0, ("localhost",)))
-    made = app(host)
+    application = app(host)
     host.close()
-    return {(method, route.path) for route in made.routes for method in getattr(route, "methods", None) or ()}
+    return {(method, route.path) for route in application.routes for method in getattr(route, "methods", None) or ()}
 
 
 # ---- the other side
@@ -153,12 +153,12 @@ class Sender:
         self._connection: ssl.SSLSocket | None = None
 
     def send(self, packets: list[bytes]) -> None:
-        """Where the gateway has to answer, it must do so soon."""
+        """Sends a request. If the gateway has to answer it, it must do so soon."""
         reading = Reading()
         for packet in packets:
             reading.feed(packet)
         must_answer = bool(reading.complete) or reading.is_broken
-        for again in (True, False):
+        for is_first_try in (True, False):
             connection = self._connection or self._connected()
             try:
                 for packet in packets:
@@ -168,7 +168,7 @@ class Sender:
                 break
             except (ConnectionError, ssl.SSLError, EOFError) as error:
                 self.drop()
-                if not again:
+                if not is_first_try:
                     check(reading.is_broken or len(reading.complete) > 1, f"no answer ({error!r}) to {packets!r}")
                     return
             except TimeoutError:
@@ -184,15 +184,15 @@ class Sender:
         return self._connection
 
     def _answer(self, connection: ssl.SSLSocket, *, has_body: bool) -> tuple[int, bytes, bool]:
-        """The status, the body, and whether that is whole, so that the connection can be used again."""
-        found = b""
-        while b"\r\n\r\n" not in found:
+        """The status, the body, and whether the connection can be used again."""
+        content = b""
+        while b"\r\n\r\n" not in content:
             if not (piece := connection.recv(1 << 16)):
-                raise EOFError(found)
-            found += piece
-            if found.startswith(b"HTTP/1.1 100"):
-                found = found.partition(b"\r\n\r\n")[2]
-        head, _, body = found.partition(b"\r\n\r\n")
+                raise EOFError(content)
+            content += piece
+            if content.startswith(b"HTTP/1.1 100"):
+                content = content.partition(b"\r\n\r\n")[2]
+        head, _, body = content.partition(b"\r\n\r\n")
         lines = head.lower().split(b"\r\n")
         length = [int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:")]
         status = int(lines[0].split()[1])
@@ -209,7 +209,7 @@ class Sender:
 
 
 class Fuzz:
-    """One server after the other: where a request ended the run or the token after all, there is a new one."""
+    """Fuzzes one server after the other: if a request has ended the run or revoked the token, a new one is started."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.mutator, self.random = folder, Mutator(seed), random.Random(seed)
@@ -217,13 +217,13 @@ class Fuzz:
         self._baseline, self.memory = 0.0, list[tuple[float, float]]()
 
     def run(self, requests: int) -> None:
-        left, early = requests, round(requests * WITHOUT_MODEL)
-        while left > 0:
+        remaining, early = requests, round(requests * WITHOUT_MODEL)
+        while remaining > 0:
             with self._serving() as (serving, session):
-                left -= self._fuzz(serving, session, early if left == requests else 0, with_model=False)
+                remaining -= self._fuzz(serving, session, early if remaining == requests else 0, with_model=False)
                 if not self._has_ended(session):
-                    session.bring_model(whole=True)
-                    left -= self._fuzz(serving, session, left, with_model=True)
+                    session.bring_model(is_complete=True)
+                    remaining -= self._fuzz(serving, session, remaining, with_model=True)
                 self._check_end(serving, session)
 
     @contextlib.contextmanager
@@ -232,7 +232,7 @@ class Fuzz:
         with Serving(self.folder / f"{self.servers}", settings=EXTERNAL, workers=3) as serving:
             session = Session(serving)
             session.link.describe()
-            session.bring_model(whole=False)
+            session.bring_model(is_complete=False)
             session.look()
             try:
                 yield serving, session
@@ -249,7 +249,7 @@ class Fuzz:
                     if with_model:
                         session.work()
                     session.look()
-                except (Refused, LinkDown, Failed, OSError):  # the run was ended, or the token is good no more
+                except (Refused, LinkDown, Failed, OSError):  # the run was ended, or the token was revoked
                     if self._has_ended(session):
                         return number
                 seeds = session.requests()
@@ -290,7 +290,7 @@ def attack(folder: Path, requests: int, seed: int) -> dict[str, Any]:
         "requests": sum(fuzz.kinds.values()), "seconds": round(time.monotonic() - began), "servers": fuzz.servers,
         "statuses": dict(sorted(fuzz.statuses.items())), "endpoints": len(fuzz.kinds), "memory_mb": fuzz.memory,
     }  # fmt: skip
-    return judge(figures, memory_is_given_back=all(after < 1.1 * before for before, after in fuzz.memory))
+    return judge(figures, memory_is_given_back=all(mb_after < 1.1 * mb_before for mb_before, mb_after in fuzz.memory))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ async def visit(port: int, headers: str) -> asyncio.StreamWriter:
 
 async def come_in(port: int, secret: str) -> tuple[float, int]:
     """Seconds until the machine is in, and how often it had to try again."""
-    began, again, authorized = time.monotonic(), 0, f"authorization: Bearer {secret}\r\n"
+    began, retries, authorized = time.monotonic(), 0, f"authorization: Bearer {secret}\r\n"
     for headers in ("", authorized, authorized):
         pause_s = 0.1
         while True:
@@ -35,12 +35,12 @@ async def come_in(port: int, secret: str) -> tuple[float, int]:
                 writer = await visit(port, headers)
                 break
             except (OSError, EOFError):
-                again += 1
+                retries += 1
                 await asyncio.sleep(pause_s)
                 pause_s = min(2.0, 2 * pause_s)
         if not headers:
             writer.close()
-    return time.monotonic() - began, again
+    return time.monotonic() - began, retries
 
 
 async def _stampede(port: int, secret: str, machines: int) -> list[tuple[float, int]]:
@@ -57,7 +57,7 @@ def attack(serving: Serving, machines: int) -> dict[str, Any]:
         times = result(60.0)
         serving.check_well()
     last_s = max(seconds for seconds, _ in times)
-    figures = {"machines": machines, "last_in_after_s": round(last_s, 1), "tries_again": sum(again for _, again in times)}
+    figures = {"machines": machines, "last_in_after_s": round(last_s, 1), "tries_again": sum(retries for _, retries in times)}
     return judge(figures, all_are_in_within_seconds=last_s < WITHIN_S)
 
 

@@ -40,7 +40,7 @@ KINDS = (open_tcp, open_tls, ask_without_token)
 
 
 def attack(folder: Path, connections: int, addresses_used: int, descriptors: int, arrivals: int) -> dict[str, Any]:
-    """Idle connections do not stop a run: so many arrivals come in while those of each kind are held."""
+    """Idle connections do not stop a run: `arrivals` come in while connections of each kind are held."""
     with Serving(folder, descriptors=descriptors) as serving, contributing(serving):
         rate = Rate(serving)
         rate.measure("before", arrivals)

@@ -32,11 +32,11 @@ class Listener:
     def __init__(self) -> None:
         import grpc
 
-        found = self.tokens = list[str]()
+        tokens = self.tokens = list[str]()
 
         class Handler(grpc.GenericRpcHandler):  # type: ignore[misc]
             def service(self, details: Any) -> None:
-                found.extend(value for key, value in details.invocation_metadata if key == "authorization")
+                tokens.extend(value for key, value in details.invocation_metadata if key == "authorization")
 
         self._server = grpc.server(futures.ThreadPoolExecutor(2), handlers=(Handler(),))
         self.port = self._server.add_insecure_port("127.0.0.1:0")
@@ -45,24 +45,24 @@ class Listener:
 
 def sneak(serve: int, seconds: float) -> dict[str, int]:
     """What succeeded, as another user, from the start of `heloco serve` on."""
-    listener, done, until_s = Listener(), Counter[str](), time.monotonic() + seconds
+    listener, counts, until_s = Listener(), Counter[str](), time.monotonic() + seconds
     os.setgroups([])
     os.setgid(OTHER_USER)
     os.setuid(OTHER_USER)
-    seen: tuple[str, int] | None = None
+    ray_place: tuple[str, int] | None = None
     while time.monotonic() < until_s:
-        seen = seen or _ray_of(serve)
-        if seen is None:
+        ray_place = ray_place or _ray_of(serve)
+        if ray_place is None:
             time.sleep(0.002)
             continue
-        done["tries"] += 1
-        for folder in {Path(seen[0]), Path(seen[0]).parent, *_sessions(Path(seen[0]))}:
-            _try_folder(folder, listener.port, done)
-        if done["tries"] % 50 == 1:
-            done["client port answers without a token"] += _answers(seen[1])
+        counts["tries"] += 1
+        for folder in {Path(ray_place[0]), Path(ray_place[0]).parent, *_sessions(Path(ray_place[0]))}:
+            _try_folder(folder, listener.port, counts)
+        if counts["tries"] % 50 == 1:
+            counts["client port answers without a token"] += _answers(ray_place[1])
         time.sleep(0.002)
-    done["tokens received"] = len(listener.tokens)
-    return dict(done)
+    counts["tokens received"] = len(listener.tokens)
+    return dict(counts)
 
 
 def _ray_of(serve: int) -> tuple[str, int] | None:
@@ -84,13 +84,13 @@ def _sessions(folder: Path) -> list[Path]:
     return []
 
 
-def _try_folder(folder: Path, port: int, done: Counter[str]) -> None:
-    def tried(name: str) -> Iterator[None]:
+def _try_folder(folder: Path, port: int, counts: Counter[str]) -> None:
+    def count_attempt(name: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             yield
-            done[name] += 1
+            counts[name] += 1
 
-    attempt = contextlib.contextmanager(tried)
+    attempt = contextlib.contextmanager(count_attempt)
     with attempt("folder listed"):
         list(folder.iterdir())
     with attempt("ray_current_cluster written"):
@@ -126,10 +126,10 @@ def family(pid: int) -> set[int]:
     for process in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
             parents[int(process.name)] = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found
+    members = {pid}
+    while more := {child for child, parent in parents.items() if parent in members} - members:
+        members |= more
+    return members
 
 
 def listening(processes: set[int]) -> dict[str, str]:
@@ -141,25 +141,25 @@ def listening(processes: set[int]) -> dict[str, str]:
             for handle in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     inodes[str(handle.readlink())] = name
-    found = {}
+    owners = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             cells = line.split()
             if cells[3] == _LISTENING and (owner := inodes.get(f"socket:[{cells[9]}]")):
                 address, _, port = cells[1].partition(":")
-                found[f"{_spelt(address)}:{int(port, 16)}"] = owner
-    return found
+                owners[f"{_format_address(address)}:{int(port, 16)}"] = owner
+    return owners
 
 
-def _spelt(address: str) -> str:
+def _format_address(address: str) -> str:
     """The kernel writes each word of four bytes as a number."""
     words = [bytes.fromhex(address[at : at + 8]) for at in range(0, len(address), 8)]
     content = b"".join(word[::-1] if sys.byteorder == "little" else word for word in words)
     return socket.inet_ntop(socket.AF_INET if len(content) == 4 else socket.AF_INET6, content)
 
 
-def beyond_loopback(found: dict[str, str]) -> dict[str, str]:
-    return {where: who for where, who in found.items() if not where.startswith(("127.", "::1:", "::ffff:127."))}
+def beyond_loopback(owners: dict[str, str]) -> dict[str, str]:
+    return {address: owner for address, owner in owners.items() if not address.startswith(("127.", "::1:", "::ffff:127."))}
 
 
 # ---- the attack
@@ -172,11 +172,11 @@ def attack(folder: Path, seconds: float) -> dict[str, Any]:
     with Serving(folder, ray="auto", wait=False) as serving, elsewhere(sneak, serving.process.pid, seconds) as result:
         serving.wait()
         outside = beyond_loopback(listening(family(serving.process.pid)))
-        done = result(seconds + 60)
+        counts = result(seconds + 60)
         serving.check_well()
-    tries = done.pop("tries", 0)
+    tries = counts.pop("tries", 0)
     check(tries, "the attacker did not find Ray's folder")
-    figures = {"tries": tries, "succeeded": {name: n for name, n in done.items() if n}, "listening_beyond_loopback": outside}
+    figures = {"tries": tries, "succeeded": {name: n for name, n in counts.items() if n}, "listening_beyond_loopback": outside}
     return judge(figures, nothing_succeeded=not figures["succeeded"], all_listen_on_loopback=not outside)
 
 

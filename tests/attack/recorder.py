@@ -1,4 +1,4 @@
-"""A way to the gateway that writes down every request that goes through it, whoever sends it.
+"""A proxy in front of the gateway that records every request.
 
 It shows the gateway's own certificate, which lies in the run's folder, so that machines cannot tell
 the difference.
@@ -16,8 +16,8 @@ import httptools
 
 from rig import unchecked
 
-KEPT = 8
-"""Requests that are kept of each kind: the last ones, because they are about what is going on."""
+REQUEST_LIMIT = 8
+"""The last requests of each kind are kept, at most this many, because they are about rounds that still exist."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Reading:
     def __init__(self) -> None:
         self.complete: list[Request] = []
         self.is_broken = False
-        """What came is no HTTP, or asks for another protocol."""
+        """Whether the bytes are not HTTP, or ask for another protocol."""
         self._begin()
         self._parser = httptools.HttpRequestParser(self)
 
@@ -77,11 +77,11 @@ class Reading:
 
 
 class Recorder:
-    """`held_back`: paths that are written down and not passed on; their connection ends."""
+    """`held_back`: paths whose requests are recorded and not forwarded. Their connection is closed."""
 
     def __init__(self, port: int, credentials: Path, held_back: Iterable[str] = ()) -> None:
         self.held_back = set(held_back)
-        self.seen: dict[tuple[str, str], list[Request]] = {}
+        self.requests: dict[tuple[str, str], list[Request]] = {}
         self.port = 0
         self._target = port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -98,18 +98,18 @@ class Recorder:
         started.set()
         self._loop.run_forever()
         server.close()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.close()
 
     async def _carry(self, near: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.CancelledError):
             far, forth = await asyncio.open_connection("127.0.0.1", self._target, ssl=unchecked())
-            both = [asyncio.ensure_future(self._record(near, forth)), asyncio.ensure_future(_pump(far, back))]
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for pumping in both:
+            pumps = [asyncio.ensure_future(self._record(near, forth)), asyncio.ensure_future(_pump(far, back))]
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pumping in pumps:
                 pumping.cancel()
             for writer in (forth, back):
                 writer.transport.abort()
@@ -128,9 +128,9 @@ class Recorder:
                 await sink.drain()
 
     def _note(self, request: Request) -> None:
-        kept = self.seen.setdefault(request.kind, [])
-        kept.append(request)
-        del kept[:-KEPT]
+        group = self.requests.setdefault(request.kind, [])
+        group.append(request)
+        del group[:-REQUEST_LIMIT]
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

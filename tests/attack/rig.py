@@ -1,5 +1,5 @@
-"""For attacks with real processes over loopback: a `heloco serve`, honest machines that contribute meanwhile, and strangers on
-raw sockets. Honest machines come from 127.0.0.1, strangers from other addresses of 127.0.0.0/8."""
+"""For attacks with real processes over loopback: a `heloco serve`, honest machines that contribute, and strangers on raw
+sockets. Honest machines come from 127.0.0.1, strangers from other addresses of 127.0.0.0/8."""
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 
 class Failed(AssertionError):
-    """What an attack found to be broken."""
+    """An attack has found something broken."""
 
 
 def check(holds: object, what: str) -> None:
@@ -53,7 +53,7 @@ def check(holds: object, what: str) -> None:
 
 
 def judge(figures: dict[str, Any], **claims: bool) -> dict[str, Any]:
-    """The figures, where all that is claimed of them holds."""
+    """Returns the figures if all claims about them hold; otherwise raises `Failed`."""
     broken = [name for name, holds in claims.items() if not holds]
     check(not broken, f"{', '.join(broken)}: {json.dumps(figures)}")
     return figures
@@ -61,10 +61,10 @@ def judge(figures: dict[str, Any], **claims: bool) -> dict[str, Any]:
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> Any:
     end = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         check(time.monotonic() < end, f"after {limit_s:g} s still not: {what}")
         time.sleep(0.02)
-    return found
+    return value
 
 
 # ---- the run
@@ -72,20 +72,20 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> 
 
 class Serving:
     """`heloco serve` in a process of its own. `descriptors`: how many files it may open, at most. With
-    wait=False, `wait` must be called before anything is asked of it."""
+    wait=False, `wait` must be called before it is used."""
 
     def __init__(
         self, folder: Path, *flags: str, settings: Sequence[str] = TINY, workers: int = 2, descriptors: int = 0, ray: str = "off",
         wait: bool = True,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self._said = folder / "run", folder / "serve.log"
+        self.folder, self._log_path = folder / "run", folder / "serve.log"
         serve = [sys.executable, "-m", "heloco.cli", "serve", *settings, "--paces", ",".join(["1"] * workers), *flags]
         place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
         limit = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         environment.setdefault("HELOCO_CACHE", str(Path(tempfile.gettempdir()) / "heloco-attack-cache"))
-        with self._said.open("wb") as log:
+        with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*limit, *serve, *place], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -93,7 +93,7 @@ class Serving:
             self.wait()
 
     def wait(self) -> None:
-        """Until it can be joined."""
+        """Waits until the run can be joined."""
         try:
             until(self._announced, "the line to join with")
         except BaseException:
@@ -115,14 +115,14 @@ class Serving:
         return parse_token(self.token).secret
 
     def log(self) -> str:
-        return self._said.read_text(errors="replace")
+        return self._log_path.read_text(errors="replace")
 
     def arrivals(self) -> int:
         tape = self.folder / "tape.jsonl"
         return tape.read_bytes().count(b"\n") if tape.exists() else 0
 
     def lost(self) -> int:
-        """How many machines were taken for lost."""
+        """How many machines counted as lost."""
         return sum(isinstance(event, Part) and event.kind == "lost" for event, _ in read_events(self.folder / FOLDER))
 
     def resident_mb(self) -> float:
@@ -133,7 +133,7 @@ class Serving:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def settled_mb(self, before_mb: float) -> float:
-        """Its memory, when that is back within a tenth of what it was, or after a while."""
+        """Memory of the process, once it is within a tenth of `before_mb`, or after `SETTLE_S`."""
         with contextlib.suppress(Failed):
             until(lambda: self.resident_mb() < 1.1 * before_mb, "memory is given back", SETTLE_S)
         return self.resident_mb()
@@ -143,7 +143,7 @@ class Serving:
         check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
 
     def close(self) -> None:
-        """It says goodbye to machines that are still there, which nobody waits for here."""
+        """Stops the process. It is killed after `STOP_S`, because it would wait for its machines."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -164,9 +164,9 @@ class Contributor(threading.Thread):
 
     def __init__(self, serving: Serving, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._over = threading.Event()
+        self._is_over = threading.Event()
         link = HttpsLink(serving.address, serving.token)
-        self._client = RunClient(link, name, patience_s=600.0, stopping=self._over.is_set, tell=self._note)
+        self._client = RunClient(link, name, patience_s=600.0, stopping=self._is_over.is_set, tell=self._note)
         self.notes: list[str] = []
         self.trouble = ""
         self.start()
@@ -179,23 +179,23 @@ class Contributor(threading.Thread):
         try:
             layout = Layout(self._client.join().contribution_layout or ())
             delta = {name: torch.randn(shape, generator=numbers) * 1e-3 for name, _, shape in layout.entries}
-            while (taken := self._client.take(self._over.is_set)) is not None:
+            while (taken_round := self._client.take(self._is_over.is_set)) is not None:
                 with contextlib.suppress(NotHeld):
-                    self._client.hand_in(taken.key, delta, REPORT)
+                    self._client.hand_in(taken_round.key, delta, REPORT)
         except StopRequested:
             pass
         except (RunEnded, RunStopped, UserError) as error:
             self.trouble = str(error)
 
     def end(self) -> None:
-        self._over.set()
+        self._is_over.set()
         self.join(30)
         self._client.leave()
 
 
 @contextlib.contextmanager
 def contributing(serving: Serving, count: int = 2) -> Iterator[list[Contributor]]:
-    """From when all have contributed."""
+    """Runs honest machines. The body begins when all of them have contributed."""
     machines = [Contributor(serving, f"honest-{i}") for i in range(count)]
     try:
         until(lambda: serving.arrivals() >= 5 * count, "the first arrivals")
@@ -208,22 +208,22 @@ def contributing(serving: Serving, count: int = 2) -> Iterator[list[Contributor]
 
 @dataclass
 class Rate:
-    """Arrivals per second over stretches of time."""
+    """Arrivals per second over time spans."""
 
     serving: Serving
     figures: dict[str, float] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def measured(self, name: str) -> Iterator[None]:
-        before, began = self.serving.arrivals(), time.monotonic()
+        arrivals_before, began = self.serving.arrivals(), time.monotonic()
         yield
-        self.figures[name] = round((self.serving.arrivals() - before) / (time.monotonic() - began), 1)
+        self.figures[name] = round((self.serving.arrivals() - arrivals_before) / (time.monotonic() - began), 1)
 
     def measure(self, name: str, arrivals: int) -> None:
-        """Over the next so many arrivals."""
+        """Measures the rate over the next `arrivals` arrivals."""
         with self.measured(name):
-            wanted = self.serving.arrivals() + arrivals
-            until(lambda: self.serving.arrivals() >= wanted, f"{arrivals} arrivals ({name})")
+            target = self.serving.arrivals() + arrivals
+            until(lambda: self.serving.arrivals() >= target, f"{arrivals} arrivals ({name})")
 
 
 class Peak(threading.Thread):
@@ -231,39 +231,39 @@ class Peak(threading.Thread):
 
     def __init__(self, serving: Serving) -> None:
         super().__init__(daemon=True)
-        self._serving, self._over, self.most_mb = serving, threading.Event(), serving.resident_mb()
+        self._serving, self._is_over, self.peak_mb = serving, threading.Event(), serving.resident_mb()
         self.start()
 
     def run(self) -> None:
-        while not self._over.wait(0.05):
-            self.most_mb = max(self.most_mb, self._serving.resident_mb())
+        while not self._is_over.wait(0.05):
+            self.peak_mb = max(self.peak_mb, self._serving.resident_mb())
 
     def end(self) -> float:
-        self._over.set()
+        self._is_over.set()
         self.join()
-        return self.most_mb
+        return self.peak_mb
 
 
 # ---- strangers
 
 
 def addresses() -> Iterator[str]:
-    """Of machines that are none of ours."""
+    """Source addresses for strangers."""
     return (f"127.{a}.{b}.{c}" for a, b, c in itertools.product(range(9, 250), range(1, 250), range(1, 250)))
 
 
 def connect(port: int, address: str, timeout_s: float = 10.0) -> socket.socket:
-    """TCP from this source address."""
+    """A TCP connection from this source address."""
     return socket.create_connection(("127.0.0.1", port), timeout=timeout_s, source_address=(address, 0))
 
 
 def connect_many(port: int, address: str, count: int) -> list[socket.socket]:
-    """Those that are sent away at once are left out."""
-    made = []
+    """Connections from one address, without those that are refused at once."""
+    connections = []
     for _ in range(count):
         with contextlib.suppress(ConnectionError):
-            made.append(connect(port, address))
-    return made
+            connections.append(connect(port, address))
+    return connections
 
 
 def unchecked() -> ssl.SSLContext:
@@ -273,7 +273,7 @@ def unchecked() -> ssl.SSLContext:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other side has left it open: nothing is there to be read, not even an end."""
+    """Whether the other side has left the connection open: there is nothing to read, not even an end."""
     connection.setblocking(False)
     try:
         return bool(connection.recv(1 << 16))
@@ -285,16 +285,16 @@ def is_open(connection: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[float], Any]]:
-    """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Gives what waits for its
-    result, for so many seconds."""
+    """Runs `work` in a process of its own, so that it does not slow down the honest machines here. Yields a function that waits
+    for the result, for at most the given seconds."""
     spawning = multiprocessing.get_context("spawn")
-    here, there = spawning.Pipe()
-    process = spawning.Process(target=_report, args=(work, arguments, there), daemon=True)
+    receiving, sending = spawning.Pipe()
+    process = spawning.Process(target=_report, args=(work, arguments, sending), daemon=True)
     process.start()
 
     def result(limit_s: float) -> Any:
-        check(here.poll(limit_s), f"{work.__name__} took longer than {limit_s:g} s")
-        return here.recv()
+        check(receiving.poll(limit_s), f"{work.__name__} took longer than {limit_s:g} s")
+        return receiving.recv()
 
     try:
         yield result
@@ -303,15 +303,15 @@ def elsewhere(work: Callable[..., Any], *arguments: Any) -> Iterator[Callable[[f
         process.join()
 
 
-def _report(work: Callable[..., Any], arguments: tuple[Any, ...], told: Any) -> None:
-    told.send(work(*arguments))
+def _report(work: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
+    pipe.send(work(*arguments))
 
 
 # ---- one attack as a program
 
 
 def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The same attack with a folder in the place of a run that is served: one is served there."""
+    """The same attack for a folder instead of a served run. It serves a new run in the folder."""
 
     @functools.wraps(attack)
     def alone(folder: Path, **options: Any) -> dict[str, Any]:
@@ -322,14 +322,14 @@ def on_new_run(attack: Callable[..., dict[str, Any]]) -> Callable[..., dict[str,
 
 
 def run_alone(attack: Callable[..., dict[str, Any]], **options: Any) -> None:
-    """`python tests/attack/NAME.py [--OPTION N]`: prints the figures; exit code 1 where something did not hold."""
+    """`python tests/attack/NAME.py [--OPTION N]`: prints the figures; exit code 1 if a claim did not hold."""
     parser = argparse.ArgumentParser(description=(attack.__doc__ or "").splitlines()[0])
     for name, value in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    given = vars(parser.parse_args())
+    values = vars(parser.parse_args())
     with tempfile.TemporaryDirectory(prefix="heloco-attack-") as folder:
         try:
-            figures = attack(Path(folder), **given)
+            figures = attack(Path(folder), **values)
         except Failed as broken:
             log = Path(folder) / "serve.log"
             print(f"FAILED: {broken}\n{log.read_text()[-4000:] if log.exists() else ''}")

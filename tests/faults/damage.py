@@ -1,4 +1,4 @@
-"""Damage to the folder of a run whose synchronizer is down: to what a restart makes again."""
+"""Damages files in the folder of a run whose synchronizer is down. A restart must be able to repair them."""
 
 import json
 import random
@@ -25,7 +25,8 @@ def _checkpoint(run: Path, draw: random.Random) -> str:
 
 
 def _tape(run: Path, draw: random.Random) -> str:
-    """As far back as the older checkpoint: what comes before may be gone from the journal on a disk that was full."""
+    """Cuts the tape, at most back to the older checkpoint. Earlier events may have been pruned from
+    the journal on a full disk."""
     older = sorted((run / "checkpoints").glob("arrival-*"))[-2:][0]
     reaches = json.loads((older / "state.json").read_bytes())["tape_bytes"]
     content = (run / "tape.jsonl").read_bytes()
@@ -56,6 +57,6 @@ KINDS: tuple[Callable[[Path, random.Random], str], ...] = (_checkpoint, _tape, _
 
 
 def damage(run: Path, seed: int) -> str:
-    """What was damaged."""
+    """Damages one file, and returns its name."""
     draw = random.Random(seed)
     return draw.choice(KINDS)(run, draw)

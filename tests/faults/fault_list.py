@@ -1,4 +1,4 @@
-"""Faults as data: when it strikes, what happens, and to whom. Lists come from a seed."""
+"""Faults as data: the time, the kind and the target of each. Lists come from a seed."""
 
 import random
 from dataclasses import dataclass
@@ -8,17 +8,17 @@ KINDS = {
     "half-open": 2, "full disk": 1, "fail an fsync": 1, "damage a file": 1, "corrupt": 2, "double": 2, "replay": 2,
     "stop a worker": 1,
 }  # fmt: skip
-"""Kind -> how often, relative to the others."""
+"""Kind -> relative frequency."""
 POINTS = ("fetch", "in a round", "hand in", "handed in")
-"""Where a worker can be told to do something: before it gets a round's start, between two steps, before it hands in, and after
-the synchronizer has taken its contribution in but before it knows."""
+"""Points at which a worker can get an order: before it fetches a start, between two steps, before it hands in, and after the
+synchronizer has applied its contribution but before the worker has the acknowledgement."""
 LASTING = ("half-open", "stop a worker", "stop the synchronizer", "full disk")
 
 
 @dataclass(frozen=True)
 class Fault:
     at: float
-    """Arrivals that are in when it strikes, or seconds of the run, as whoever strikes counts."""
+    """Time of the fault, in arrivals (`faults_of`) or in seconds of the run (`faults_in_time`)."""
     kind: str
     worker: int = 0
     point: str = ""
@@ -26,7 +26,7 @@ class Fault:
 
 
 def faults_of(seed: int, count: int, workers: int, arrivals: int, kinds: dict[str, int] = KINDS) -> list[Fault]:
-    """By arrivals."""
+    """A list of faults by arrivals."""
     draw = random.Random(seed)
     picked = draw.choices(list(kinds), weights=list(kinds.values()), k=count)
     times = sorted(draw.randrange(1, max(2, arrivals - 5)) for _ in range(count))
@@ -36,8 +36,9 @@ def faults_of(seed: int, count: int, workers: int, arrivals: int, kinds: dict[st
 def faults_in_time(
     seed: int, per_hour: float, workers: int, seconds: float, kinds: dict[str, int] = KINDS, quiet_s: float = 10.0
 ) -> list[Fault]:
-    """By seconds, each moment as likely as any other, as those of a Poisson process are once their number is known. None in the
-    last `quiet_s`: what a fault costs must fall into the time that is measured."""
+    """A list of faults by seconds, uniformly distributed, like those of a Poisson process with a
+    given number. None falls into the last `quiet_s`, so that the cost of each fault falls into the
+    measured time."""
     draw = random.Random(seed)
     count = round(per_hour * seconds / 3600)
     picked = draw.choices(list(kinds), weights=list(kinds.values()), k=count)

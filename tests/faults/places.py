@@ -1,4 +1,4 @@
-"""Where runs that meet faults take place: disks, ports, processes."""
+"""Disks, ports and processes for runs with faults."""
 
 import contextlib
 import multiprocessing
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 BYTES_PER_ARRIVAL = 200_000
-"""In the journal, with room to spare."""
+"""Bytes of the journal per arrival, rounded up generously."""
 
 
 class Disk:
-    """A small disk of its own, which can be full from one moment to the next."""
+    """A small disk that can be filled for a while."""
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size = path, size
@@ -28,7 +28,7 @@ class Disk:
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def fill(self, seconds: float) -> None:
-        for _ in range(20):  # what was written since it was asked is too much: once more
+        for _ in range(20):  # retry if something was written between the two calls
             if self._resize(max(4096, shutil.disk_usage(self.path).used)):
                 break
         threading.Timer(seconds, self._resize, (self.size,)).start()
@@ -36,22 +36,22 @@ class Disk:
 
 @contextlib.contextmanager
 def place(arrivals: int) -> Iterator[tuple[Path, Disk | None]]:
-    """A folder, and a small disk where that can be had."""
-    from conftest import mounted_disk  # here: whoever starts from nothing need not import it
+    """A folder, and a small disk if one can be mounted."""
+    from conftest import mounted_disk  # imported here, because fresh processes do not need it
 
-    with tempfile.TemporaryDirectory() as made, contextlib.ExitStack() as stack:
-        folder, size = Path(made), 40_000_000 + BYTES_PER_ARRIVAL * arrivals
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder, size = Path(name), 40_000_000 + BYTES_PER_ARRIVAL * arrivals
         os.environ.setdefault("HELOCO_CACHE", str(folder / "cache"))
         try:
             disk = Disk(stack.enter_context(mounted_disk(folder / "disk", str(size))), size)
-        except BaseException as error:  # pytest's skip is no Exception
+        except BaseException as error:  # pytest's skip is not an Exception
             print(f"without a full disk: {error}", file=sys.stderr)
             disk = None
         yield folder, disk
 
 
 def failing_fsync(folder: Path) -> Path | None:
-    """A library that lets an fsync fail when it is told to, for LD_PRELOAD; None without a C compiler."""
+    """A library for LD_PRELOAD that makes an fsync fail on request; None without a C compiler."""
     compiler, library = shutil.which("cc"), folder / "failing_fsync.so"
     if compiler is None or sys.platform != "linux":
         return None
@@ -61,17 +61,17 @@ def failing_fsync(folder: Path) -> Path | None:
 
 
 def nursery(*modules: str) -> Any:
-    """Processes are forked from one that has imported everything: a tenth of a second instead of five."""
+    """A context that forks processes from one that has imported everything: 0.1 s instead of 5 s."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["faults.synchronizer", "faults.workers", "torch._dynamo", *modules])
     return context
 
 
 def make_findable() -> None:
-    """These modules, for the process that forks others (Python 3.11 hands sys.path on too late) and for Ray's workers."""
+    """Puts these modules on PYTHONPATH, for the fork server (Python 3.11 passes sys.path on too late) and for Ray's workers."""
     tests = str(Path(__file__).parents[1])
-    if tests not in (known := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
-        os.environ["PYTHONPATH"] = os.pathsep.join([tests, *filter(None, known)])
+    if tests not in (search_path := os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        os.environ["PYTHONPATH"] = os.pathsep.join([tests, *filter(None, search_path)])
 
 
 def free_port() -> int:
@@ -95,7 +95,7 @@ def is_alive(pid: int) -> bool:
 
 
 def send(number: int, pid: int) -> None:
-    """To a process that may have ended by now."""
-    if pid > 0:  # 0 would be ourselves
+    """Sends a signal to a process that may have ended already."""
+    if pid > 0:  # 0 would mean our own process group
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Ways to the gateway that can be cut, or stop passing anything on."""
+"""Proxies in front of the gateway, which can cut connections or stop forwarding."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import threading
 
 
 class Proxies:
-    """One for each worker."""
+    """One proxy for each worker."""
 
     def __init__(self, target: int, count: int) -> None:
         self.ports: list[int] = []
@@ -33,12 +33,12 @@ class Proxies:
 
     async def _carry(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            there, onward = await asyncio.open_connection("127.0.0.1", self._target)
+            answer_reader, onward = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:
             writer.close()
             return
         self._writers[number] |= {writer, onward}
-        await asyncio.gather(self._pump(number, reader, onward), self._pump(number, there, writer))
+        await asyncio.gather(self._pump(number, reader, onward), self._pump(number, answer_reader, writer))
         self._writers[number] -= {writer, onward}
 
     async def _pump(self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -54,7 +54,7 @@ class Proxies:
         self._loop.call_soon_threadsafe(lambda: [w.transport.abort() for w in self._writers[number]])
 
     def hold(self, number: int, seconds: float) -> None:
-        """Connections stay open, and nothing goes through; then they are gone."""
+        """Keeps connections open without forwarding anything, and then closes them."""
 
         def begin() -> None:
             self._passing[number].clear()

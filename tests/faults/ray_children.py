@@ -1,4 +1,4 @@
-"""The processes of a run on Ray that meets faults: what `heloco serve` is, a worker on another node, and one on the head."""
+"""The processes of a run on Ray with faults: `heloco serve`, a worker on another node, and one on the head."""
 
 import contextlib
 import functools
@@ -38,25 +38,25 @@ class OrderedActor(workers_module.WorkerActor):
 
 
 def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
-    """As `heloco serve` does, with one worker of its own."""
+    """Serves the run as `heloco serve` does, with one local worker."""
     for name, value in zip((FOLDER, NUMBER, STEP_S), papers, strict=True):
         os.environ[name] = str(value)
     workers_module.WorkerActor = OrderedActor  # type: ignore[misc]
-    over: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: over.append(number))
-    said = functools.partial(print, "head:", file=sys.stderr, flush=True)
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    tell = functools.partial(print, "head:", file=sys.stderr, flush=True)
     try:
         token_file = Path(ray.pop("token_file"))
-        with RaySupervisor(spec_for(*spec), workers=1, tell=said, trusted=True, token_file=token_file, **ray) as engine:
+        with RaySupervisor(spec_for(*spec), workers=1, tell=tell, trusted=True, token_file=token_file, **ray) as engine:
             tokens = {right: engine.token(right) for right in ("worker", "admin")}
-            while not over:
+            while not signals:
                 about = {"tokens": tokens, "launcher": launcher_of(engine), "pid": engine.pid}
                 write(state, {**to_plain(engine.status()), **about})
                 with contextlib.suppress(TimeoutError):
                     engine.wait(0.02)
-                    time.sleep(0.1)  # it has ended: until we are told to end too
+                    time.sleep(0.1)  # the run has ended: wait for the signal
     except (UserError, RunStopped, OSError) as error:
-        said(error)
+        tell(error)
 
 
 def launcher_of(engine: RaySupervisor) -> int:

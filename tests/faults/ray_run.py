@@ -1,4 +1,4 @@
-"""A run on Ray that meets faults: the synchronizer in an actor on the head, one worker beside it, some on a second node of the
+"""A run on Ray with faults: the synchronizer in an actor on the head, one worker next to it, some on a second node of the
 cluster, and the others over HTTPS. Both nodes are on this machine, at loopback addresses of their own."""
 
 import contextlib
@@ -24,23 +24,23 @@ STORE = 150_000_000
 
 def children_of(pid: int) -> dict[int, str]:
     """Child -> its command line."""
-    found = {}
+    processes = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent == pid:
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+                    processes[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return processes
 
 
 def process_of(launcher: int, name: str) -> int:
-    """One of Ray's own; 0 where there is none."""
+    """Process id of one of Ray's own processes; 0 if there is none."""
     return next((pid for pid, command in children_of(launcher).items() if name in command.split(" ")[0]), 0)
 
 
 class Node:
-    """The cluster's second node, as a service manager keeps it."""
+    """The cluster's second node. It is started again when it dies, as a service manager would do."""
 
     def __init__(self, head: str, address: str, token_file: Path) -> None:
         self.head, self.address, self.token_file = head, address, token_file
@@ -57,7 +57,7 @@ class Node:
             f"--object-store-memory={STORE}", "--include-log-monitor=false",
         ]  # fmt: skip
         settings = {**cluster._KEEPALIVE, **cluster._PINGS, **cluster._QUIET, "GRPC_ENABLE_FORK_SUPPORT": "0"}
-        settings["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"  # else it notices after a minute that there is another head
+        settings["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"  # otherwise it takes a minute to notice another head
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
         with (self._folder / "start.log").open("wb") as log:
             self.process = subprocess.Popen(
@@ -66,13 +66,14 @@ class Node:
 
     @property
     def raylet(self) -> int:
-        """0 where the node is not up: Ray's start-up waits half a minute for one that died meanwhile."""
+        """Process id of the node; 0 while it is not up. If a process dies during Ray's start-up,
+        Ray waits half a minute for it."""
         if self.process is None or "Ray runtime started" not in (self._folder / "start.log").read_text(errors="replace"):
             return 0
         return process_of(self.process.pid, "raylet")
 
     def keep(self) -> bool:
-        """Whether it had to be started again."""
+        """Starts the node again if it has died. True if it had."""
         if self.process is None or self.process.poll() is None:
             return False
         print(f"node: it ended with {self.process.returncode}", file=sys.stderr, flush=True)
@@ -83,7 +84,7 @@ class Node:
     def end(self) -> None:
         if self.process is not None:
             assert self.process.stdin
-            self.process.stdin.close()  # the launcher sees it, and ends Ray
+            self.process.stdin.close()  # makes the launcher stop Ray
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
             self.process.kill()
@@ -98,12 +99,12 @@ class RayFaultRun(FaultRun):
     """Workers by number: first those over HTTPS, then those on the second node, last the one on the head."""
 
     modules = ("faults.ray_children", "ray")
-    made = 0
+    runs_made = 0
 
     def __init__(self, folder: Path, faults: list[Fault], **options: Any) -> None:
         super().__init__(folder, faults, **options)
-        RayFaultRun.made += 1
-        self.net = f"127.{100 + RayFaultRun.made}.{os.getpid() % 250 + 1}"  # no other Ray of this machine is there
+        RayFaultRun.runs_made += 1
+        self.net = f"127.{100 + RayFaultRun.runs_made}.{os.getpid() % 250 + 1}"  # no other Ray uses these addresses
         self.on_node = range((self.workers - 1) // 2 + (self.workers - 1) % 2, self.workers - 1)
         self.on_head = self.workers - 1
         self.token_file = folder / "ray-token"
@@ -147,12 +148,12 @@ class RayFaultRun(FaultRun):
     # ---- faults
 
     def pid_of(self, fault: Fault) -> int:
-        """Whom a fault strikes; 0 where nobody is there at the moment."""
+        """Process id of the target of a fault; 0 if it does not run at the moment."""
         status = self.status()
         launcher = int(status.get("launcher", 0))
         if fault.kind in ("kill the synchronizer", "stop the synchronizer"):
             return int(status.get("pid", 0))
-        if fault.kind == "damage a file":  # who starts the synchronizer again must be down, too
+        if fault.kind == "damage a file":  # the supervisor that restarts the synchronizer must be down too
             return int(self.synchronizer.pid)
         if fault.kind == "kill the Ray head":
             return process_of(launcher, "raylet" if fault.worker % 2 else "gcs_server")

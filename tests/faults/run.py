@@ -1,4 +1,4 @@
-"""A run of real processes that meets faults from a list, and the account of what came of it.
+"""A run of real processes with faults from a list, and the account of the run.
 
     python -m faults.run                                         200 faults in 4,000 arrivals over HTTPS
     python -m faults.run --engine ray                            the same with Ray: workers on two nodes, and over HTTPS
@@ -31,24 +31,27 @@ from faults.fault_list import KINDS, Fault, faults_in_time, faults_of
 from faults.places import Disk, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, place, send
 from faults.proxies import Proxies
 
-__all__ = ["KINDS", "Fault", "FaultRun", "beside", "check_acks", "check_arrivals", "check_ledger", "faults_of", "one", "place"]
+__all__ = [
+    "KINDS", "Fault", "FaultRun", "check_acks", "check_arrivals", "check_ledger", "faults_of", "place", "run_once",
+    "run_side_by_side",
+]  # fmt: skip
 
 INNER_STEPS = 4
 LOOK_S = 0.02
 AT_THE_EARLIEST_S = 0.5
-"""Between two starts of a synchronizer that cannot start, on a full disk say."""
+"""Seconds between two tries to start a synchronizer that cannot start, for example on a full disk."""
 ORDERED = {
     "kill a worker at a point": ("", "kill"), "corrupt": ("hand in", "corrupt"), "double": ("handed in", "double"),
     "replay": ("handed in", "replay"),
 }  # fmt: skip
-"""What a worker does to itself: kind -> (where, what)."""
+"""Faults that a worker carries out itself: kind -> (point, order)."""
 
 
 class FaultRun:
-    """The synchronizer with its gateway in one process, and workers that come over HTTPS."""
+    """The synchronizer with its gateway in one process, and workers over HTTPS."""
 
     modules: tuple[str, ...] = ()
-    """What processes need besides."""
+    """Further modules that the processes need."""
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class FaultRun:
         step_s: float = 0.0,
         fresh: bool = False,
     ) -> None:
-        """`step_s`: what an inner step takes at the least. `fresh`: processes start from nothing, as real ones do."""
+        """`step_s`: minimal duration of an inner step. `fresh`: processes are started, as real ones are, and not forked."""
         self.folder, self.faults, self.disk, self.step_s = folder, list(faults), disk, step_s
         self.run = (disk.path if disk else folder) / "run"
         self.workers, self.arrivals = workers, arrivals
@@ -81,7 +84,7 @@ class FaultRun:
         self.fsync_order = folder / "orders-fsync"
         self.library = failing_fsync(folder)
         self.to_damage: list[int] = []
-        """Seeds of damage that is to be done when the synchronizer is down."""
+        """Seeds of damage that waits until the synchronizer is down."""
         self.damaged: list[str] = []
 
     # ---- processes
@@ -141,7 +144,7 @@ class FaultRun:
                 self.start_worker(number)
 
     def damage_files(self) -> None:
-        """Nobody writes to the run's folder now."""
+        """Damages the run's folder while no process writes to it."""
         for seed in self.to_damage:
             if (self.run / "checkpoints").is_dir():
                 self.damaged.append(damage(self.run, seed))
@@ -154,13 +157,13 @@ class FaultRun:
         return fault.worker
 
     def pid_of(self, fault: Fault) -> int:
-        """Whom a fault strikes; 0 where nobody is there at the moment."""
+        """Process id of the target of a fault; 0 if it does not run at the moment."""
         at_the_head = ("kill the synchronizer", "stop the synchronizer", "damage a file")
         process = self.synchronizer if fault.kind in at_the_head else self.processes[self.number_of(fault)]
         return int(process.pid)
 
     def can_strike(self, fault: Fault) -> bool:
-        """Whether whoever it is for is there, and has not been killed or got an order before: else it waits."""
+        """Whether the target of the fault runs and has no order yet. Otherwise the fault waits."""
         if fault.kind in ORDERED:
             return not (self.folder / f"orders-{self.number_of(fault)}").exists()
         if fault.kind in ("cut", "half-open", "full disk"):
@@ -199,7 +202,7 @@ class FaultRun:
     # ---- from its beginning to its end
 
     def begin(self, limit_s: float) -> None:
-        """Until all are there and the first contribution is in."""
+        """Waits until all workers have joined and the first contribution has arrived."""
         began = time.monotonic()
         if self.library is not None:  # every process that is started from here on; only a synchronizer makes anything durable
             os.environ |= {"LD_PRELOAD": str(self.library), "FAULT_FSYNC": str(self.fsync_order)}
@@ -215,7 +218,8 @@ class FaultRun:
             time.sleep(LOOK_S)
 
     def look(self, now: float) -> None:
-        """`now`: as the faults count. One that has to wait does not hold up the others."""
+        """Carries out the faults that are due at `now`, in arrivals or seconds. A fault that has to
+        wait does not delay the others."""
         for fault in list(self.faults):
             if fault.at <= now and self.can_strike(fault):
                 self.faults.remove(fault)
@@ -223,7 +227,7 @@ class FaultRun:
         self.restart_the_dead()
 
     def go(self, limit_s: float) -> dict[str, Any]:
-        """To the run's own end; the account."""
+        """Runs until the run ends by itself, and returns the account."""
         self.begin(limit_s)
         began = time.monotonic()
         while not self.is_finished():
@@ -236,7 +240,7 @@ class FaultRun:
         return {**self.account(self.arrivals), **speed}
 
     def stop(self, limit_s: float = 120.0) -> int:
-        """As `heloco stop` does; how many contributions are in."""
+        """Stops the run as `heloco stop` does. Returns the number of contributions."""
         from heloco.cluster.gateway.https_link import HttpsLink
 
         began = time.monotonic()
@@ -254,7 +258,7 @@ class FaultRun:
             raise TimeoutError(f"the run stands at {self.status()} after {limit_s} s")
 
     def end(self) -> None:
-        """Of all processes; nothing where that has been done."""
+        """Ends all processes."""
         os.environ.pop("LD_PRELOAD", None)
         self.fsync_order.unlink(missing_ok=True)
         for process in self.processes.values():
@@ -269,7 +273,7 @@ class FaultRun:
         return {**counted, "faults": dict(self.struck), "restarts": dict(self.restarts), "damaged": damaged}
 
 
-def one(
+def run_once(
     faults: list[Fault], workers: int, arrivals: int, limit_s: float, kind: type[FaultRun] = FaultRun, step_s: float = 0.0
 ) -> dict[str, Any]:
     with place(arrivals) as (folder, disk):
@@ -280,10 +284,10 @@ def one(
             run.end()
 
 
-def beside(
+def run_side_by_side(
     faults: list[Fault], workers: int, seconds: float, step_s: float, kind: type[FaultRun] = FaultRun, *, fresh: bool = True
 ) -> dict[str, Any]:
-    """A run that meets faults, and at the same time on the same machine one that does not: how many contributions each had."""
+    """A run with faults, and at the same time on the same machine one without. Returns the contributions of each."""
     expected = int(workers * seconds / (INNER_STEPS * step_s))
     with contextlib.ExitStack() as stack:
         runs: dict[str, FaultRun] = {}
@@ -293,8 +297,8 @@ def beside(
             stack.callback(runs[name].end)
             runs[name].begin(120.0)
         first, last = in_the_time(runs, seconds)
-        ended = {name: run.stop() for name, run in runs.items()}
-        accounts = {name: run.account(ended[name]) for name, run in runs.items()}
+        end_states = {name: run.stop() for name, run in runs.items()}
+        accounts = {name: run.account(end_states[name]) for name, run in runs.items()}
     counts = {name: last[name] - first[name] for name in runs}
     return {
         "minutes": round(seconds / 60, 2), "in the time": counts, "ratio": round(counts["with faults"] / counts["without"], 4),
@@ -303,18 +307,18 @@ def beside(
 
 
 def in_the_time(runs: dict[str, FaultRun], seconds: float) -> tuple[dict[str, int], dict[str, int]]:
-    """Contributions of each at the beginning and at the end of the same time."""
+    """Contributions of each run at the beginning and at the end of the same time span."""
     first = {name: run.status()["arrivals"] for name, run in runs.items()}
-    began = told = time.monotonic()
+    began = last_shown = time.monotonic()
     while (now := time.monotonic()) < began + seconds:
         for run in runs.values():
             run.look(now - began)
-        if now > told + 60:
-            told = now
-            here = {name: run.status()["arrivals"] - first[name] for name, run in runs.items()}
+        if now > last_shown + 60:
+            last_shown = now
+            arrivals = {name: run.status()["arrivals"] - first[name] for name, run in runs.items()}
             struck = sum(sum(run.struck.values()) for run in runs.values())
             load = f"{os.getloadavg()[0]:.1f}"
-            print(f"{(now - began) / 60:.0f} min, {struck} faults, load {load}: {here}", file=sys.stderr, flush=True)
+            print(f"{(now - began) / 60:.0f} min, {struck} faults, load {load}: {arrivals}", file=sys.stderr, flush=True)
         time.sleep(LOOK_S)
     return first, {name: run.status()["arrivals"] for name, run in runs.items()}
 
@@ -329,26 +333,26 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--per-hour", type=float, default=0.0, help="faults by time instead of --faults, beside a run without")
     parser.add_argument("--step-seconds", type=float, help="of an inner step at the least: 0, with Ray 0.1, with --per-hour 0.25")
-    given = parser.parse_args()
-    kind, kinds, workers, step_s = of_engine(given.engine)
-    workers = given.workers or workers
-    step_s = given.step_seconds if given.step_seconds is not None else 0.25 if given.per_hour else step_s
-    if given.per_hour:
-        faults = faults_in_time(given.seed, given.per_hour, workers, 60 * given.minutes, kinds)
-        print(json.dumps(beside(faults, workers, 60 * given.minutes, step_s, kind)), flush=True)
+    flags = parser.parse_args()
+    kind, kinds, workers, step_s = engine_settings(flags.engine)
+    workers = flags.workers or workers
+    step_s = flags.step_seconds if flags.step_seconds is not None else 0.25 if flags.per_hour else step_s
+    if flags.per_hour:
+        faults = faults_in_time(flags.seed, flags.per_hour, workers, 60 * flags.minutes, kinds)
+        print(json.dumps(run_side_by_side(faults, workers, 60 * flags.minutes, step_s, kind)), flush=True)
         return
-    until, seed = time.monotonic() + 60 * given.minutes, given.seed
+    until, seed = time.monotonic() + 60 * flags.minutes, flags.seed
     while True:
-        faults = faults_of(seed, given.faults, workers, given.arrivals, kinds)
-        print(json.dumps(one(faults, workers, given.arrivals, 3600.0, kind, step_s)), flush=True)
+        faults = faults_of(seed, flags.faults, workers, flags.arrivals, kinds)
+        print(json.dumps(run_once(faults, workers, flags.arrivals, 3600.0, kind, step_s)), flush=True)
         seed += 1
         if time.monotonic() > until:
             return
 
 
-def of_engine(name: str) -> tuple[type[FaultRun], dict[str, int], int, float]:
-    """(its run, its kinds of faults, how many workers, seconds a step takes at the least). With Ray it must be slow: while a node
-    comes back, there would be few faults left that the others could meet."""
+def engine_settings(name: str) -> tuple[type[FaultRun], dict[str, int], int, float]:
+    """(class of the run, kinds of faults, number of workers, minimal seconds of a step). With Ray
+    the steps must be slow: otherwise most arrivals would be over before a killed node is back."""
     if name == "https":
         return FaultRun, KINDS, 4, 0.0
     from faults.ray_run import RAY_KINDS, RayFaultRun

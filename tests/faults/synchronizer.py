@@ -1,4 +1,4 @@
-"""The process of the synchronizer with its gateway, in a run that meets faults."""
+"""The process of the synchronizer with its gateway, in a run with faults."""
 
 import contextlib
 import json
@@ -17,17 +17,17 @@ from heloco.errors import RunStopped, UserError
 
 
 def serve(folder: str, config: str, port: int, state: str) -> None:
-    """Until SIGTERM, or until it cannot go on; `state` is a file with how it is doing."""
+    """Serves until SIGTERM, or until the run has failed. It writes its status to the file `state`."""
     torch.set_num_threads(1)
-    over: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: over.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     host = None
     try:
         host = RunHost.open(spec_for(folder, config, port))
         for notice in host.service.notices:
             print(f"synchronizer: {notice}", file=sys.stderr, flush=True)
         tokens = {right: host.token(right) for right in ("worker", "admin")}
-        while not over and not host.service.state.has_failed:
+        while not signals and not host.service.state.has_failed:
             write(state, {"tokens": tokens, **to_plain(host.status())})
             time.sleep(0.02)
         if host.service.state.has_failed:

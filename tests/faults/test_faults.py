@@ -1,4 +1,4 @@
-"""Real processes meet faults from a list, and the run ends with an exact account. More of it: `make soak`."""
+"""Runs of real processes with faults from a list end with an exact account. `make soak` runs more of them."""
 
 import os
 
@@ -9,7 +9,7 @@ pytest.importorskip("cryptography", reason="the gateway's parts are not installe
 
 from conftest import fill_disk
 from faults.fault_list import POINTS, faults_in_time
-from faults.run import KINDS, Fault, beside, check_ledger, faults_of, of_engine, one
+from faults.run import KINDS, Fault, check_ledger, engine_settings, faults_of, run_once, run_side_by_side
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.wire.layout import pieces
@@ -18,7 +18,7 @@ from small_cluster import Hand, delta, opened, report
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch):
-    """As it was, afterwards."""
+    """Restores PYTHONPATH after the test."""
     monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
 
 
@@ -27,7 +27,7 @@ def listed(kinds, every, workers, seconds=0.3):
 
 
 def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the children read $HELOCO_CACHE
-    account = one(listed(KINDS, 20, 3), workers=3, arrivals=300, limit_s=240.0)
+    account = run_once(listed(KINDS, 20, 3), workers=3, arrivals=300, limit_s=240.0)
     assert set(account["faults"]) == set(KINDS)
     assert account["arrivals"] == 300
     assert account["restarts"]["synchronizer"] >= 1 and account["restarts"]["worker"] >= 2
@@ -35,10 +35,10 @@ def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the
 
 def test_runs_side_by_side_are_stopped_in_time_and_both_have_an_exact_account(cache):  # noqa: ARG001
     faults = [Fault(1.0, "kill a worker", 1), Fault(1.5, "cut", 0), Fault(2.5, "kill the synchronizer")]
-    found = beside(faults, workers=2, seconds=5.0, step_s=0.05, fresh=False)
-    assert sum(found["with faults"]["faults"].values()) == 3 and not found["without"]["faults"]
-    assert 0 < found["in the time"]["with faults"] <= found["with faults"]["arrivals"]
-    assert found["in the time"]["without"] > 20
+    accounts = run_side_by_side(faults, workers=2, seconds=5.0, step_s=0.05, fresh=False)
+    assert sum(accounts["with faults"]["faults"].values()) == 3 and not accounts["without"]["faults"]
+    assert 0 < accounts["in the time"]["with faults"] <= accounts["with faults"]["arrivals"]
+    assert accounts["in the time"]["without"] > 20
 
 
 RAY_FAULTS = (
@@ -48,8 +48,8 @@ RAY_FAULTS = (
 
 def account_on_ray(kinds, every, step_s):
     pytest.importorskip("ray", reason="ray is not installed")
-    run, _, workers, _ = of_engine("ray")
-    account = one(listed(kinds, every, workers), workers, every * (len(kinds) + 3), 300.0, run, step_s)
+    run, _, workers, _ = engine_settings("ray")
+    account = run_once(listed(kinds, every, workers), workers, every * (len(kinds) + 3), 300.0, run, step_s)
     assert sum(account["faults"].values()) == len(kinds)
     return account
 
@@ -68,8 +68,8 @@ def test_a_run_on_ray_loses_its_head(cache):  # noqa: ARG001
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["https", "ray"])
 def test_two_hundred_random_faults(engine):
-    run, kinds, workers, step_s = of_engine(engine)
-    account = one(faults_of(0, 200, workers, 4000, kinds), workers, 4000, 3000.0, run, step_s)
+    run, kinds, workers, step_s = engine_settings(engine)
+    account = run_once(faults_of(0, 200, workers, 4000, kinds), workers, 4000, 3000.0, run, step_s)
     assert sum(account["faults"].values()) == 200
     print(account)
 
@@ -99,7 +99,7 @@ def test_the_account_would_find_a_window_that_was_skipped_or_used_twice():
 
 
 def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wait_and_ends_nothing(small_disk):
-    """A line may fit what is left of the journal's last block and not of the tape's: then the run was over, for all machines."""
+    """A line could fit into the journal's last block and not into the tape's. That used to end the run for all machines."""
     service = opened(small_disk / "run", arrivals=60, checkpoint_every=0)
     hand, denied = Hand(service, "m"), 0
     for seed in range(40):
@@ -122,7 +122,7 @@ def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wa
 
 
 def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
-    """The head was replaced by another at the same address: what the node was connected to stays empty for ever."""
+    """The head was replaced by another at the same address, and the node's connection never finds an actor again."""
     from heloco.cluster.ray import ray_link as module
 
     class Heads:
@@ -158,7 +158,7 @@ def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
         with pytest.raises(LinkDown, match="No run is being served"):
             link._actor()
     assert heads.connections == 1
-    monkeypatch.setattr(module, "ANEW_S", 0.0)
+    monkeypatch.setattr(module, "RECONNECT_AFTER_S", 0.0)
     with pytest.raises(LinkDown, match="No run is being served"):
         link._actor()
     assert link._actor() == "the synchronizer" and heads.connections == 2

@@ -1,4 +1,4 @@
-"""The processes of workers in a run that meets faults: they do as they are ordered to."""
+"""The processes of workers in a run with faults. They carry out orders."""
 
 import contextlib
 import json
@@ -17,19 +17,19 @@ from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.protocol.refusals import Refused
 
-KEPT = 3
-"""Contributions that a worker can be told to send again."""
+SENT_LIMIT = 3
+"""A worker remembers this many contributions, to send an old one again on request."""
 
 
 class Papers:
-    """A worker's orders come in a file, and the acknowledgements it gets go to another."""
+    """A worker's files: one with its orders, and one for the acknowledgements that it gets."""
 
     def __init__(self, folder: str, number: int) -> None:
         self.orders = Path(folder) / f"orders-{number}"
         self._acks = os.open(Path(folder) / f"acks-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def order(self, point: str) -> str:
-        """What is to be done at this point, once: kill, which is done here, corrupt, double or replay."""
+        """The order for this point, if there is one: corrupt, double or replay. The order to kill is carried out here."""
         try:
             order = json.loads(self.orders.read_text())
         except (OSError, ValueError):
@@ -46,66 +46,69 @@ class Papers:
 
 
 class Obedient:
-    """Before a link of any kind: does as it is ordered to when tensors go either way."""
+    """Mixin for a link: carries out orders before and after transfers of tensors."""
 
     papers: Papers
     flips = False
-    """One bit of what is sent is not as its digest says."""
+    """Whether to flip one bit of what is sent, so that the digest is wrong."""
     sent: "list[tuple[tuple[Any, ...], Any]]"
-    """The last contributions, with their answers."""
+    """The last contributions, with their acknowledgements."""
 
-    def fetch(self, *given: Any) -> Any:
+    def fetch(self, *arguments: Any) -> Any:
         self.papers.order("fetch")
-        return super().fetch(*given)  # type: ignore[misc]
+        return super().fetch(*arguments)  # type: ignore[misc]
 
-    def hand_in(self, *given: Any) -> Any:
+    def hand_in(self, *arguments: Any) -> Any:
         self.sent = getattr(self, "sent", [])
         do = self.papers.order("hand in")
         if do == "corrupt":
             self.flips = True
             with contextlib.suppress(Exception):
-                self._deliver(*given)
+                self._deliver(*arguments)
             self.flips = False
-        ack = self._deliver(*given)
+        ack = self._deliver(*arguments)
         do = self.papers.order("handed in")
         if do == "double":
-            again = self._deliver(*given)
-            assert again == ack, (again, ack)
+            second_ack = self._deliver(*arguments)
+            assert second_ack == ack, (second_ack, ack)
         if do == "replay" and self.sent:
             self._replay(*self.sent[0])
-        ticket, key, layout, tensors, report = given
-        self.sent = [*self.sent[-KEPT + 1 :], ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack)]
+        ticket, key, layout, tensors, report = arguments
+        self.sent = [
+            *self.sent[-SENT_LIMIT + 1 :],
+            ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack),
+        ]
         return ack
 
-    def _replay(self, given: tuple[Any, ...], ack: Any) -> None:
-        """An old contribution once more: the same answer, or a refusal; it counts no second time."""
+    def _replay(self, arguments: tuple[Any, ...], ack: Any) -> None:
+        """Sends an old contribution again. It must get the same answer or a refusal."""
         with contextlib.suppress(Refused):
-            again = super().hand_in(*given)  # type: ignore[misc]
-            assert again == ack, (again, ack)
+            second_ack = super().hand_in(*arguments)  # type: ignore[misc]
+            assert second_ack == ack, (second_ack, ack)
 
-    def _deliver(self, *given: Any) -> Any:
-        ack = super().hand_in(*given)  # type: ignore[misc]
+    def _deliver(self, *arguments: Any) -> Any:
+        ack = super().hand_in(*arguments)  # type: ignore[misc]
         self.papers.got(ack)
         return ack
 
 
 def flipped(tensors: Any) -> dict[str, Any]:
     name = max(tensors, key=lambda name: tensors[name].numel())
-    other = tensors[name].clone()
-    other.view(torch.uint8).view(-1)[0] ^= 1
-    return {**tensors, name: other}
+    changed = tensors[name].clone()
+    changed.view(torch.uint8).view(-1)[0] ^= 1
+    return {**tensors, name: changed}
 
 
 class OrderedLink(Obedient, HttpsLink):
-    def _send(self, path: str, query: Any, shown: Any, offset: int, layout: Any, tensors: Any) -> str:
+    def _send(self, path: str, query: Any, ticket_headers: Any, offset: int, layout: Any, tensors: Any) -> str:
         if not self.flips:
-            return super()._send(path, query, shown, offset, layout, tensors)
-        super()._send(path, query, shown, offset, layout, flipped(tensors))
+            return super()._send(path, query, ticket_headers, offset, layout, tensors)
+        super()._send(path, query, ticket_headers, offset, layout, flipped(tensors))
         return digest_of(layout, tensors)
 
 
 class OrderedWorker(Worker):
-    """`step_s`: what a step takes at the least, as on a slower device."""
+    """`step_s`: minimal duration of a step, as on a slower device."""
 
     papers: Papers
     step_s = 0.0
@@ -117,7 +120,7 @@ class OrderedWorker(Worker):
 
 
 def work(number: int, address: str, token: str, folder: str, step_s: float = 0.0) -> None:
-    """A worker over HTTPS until the run has ended."""
+    """Runs a worker over HTTPS until the run has ended."""
     link = OrderedLink(address, token)
     link.papers = Papers(folder, number)
     work_over(link, number, step_s)

@@ -1,4 +1,4 @@
-"""Which run a command means, and by which token: an address, or the folder of a run that is served on this machine."""
+"""Finds the run and the token for a command: from an address, or from the folder of a run that is served on this machine."""
 
 import argparse
 import os
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def add_address_flags(made: Parser, right: str) -> None:
-    made.add_argument(
+def add_address_flags(parser: Parser, right: str) -> None:
+    parser.add_argument(
         "address", metavar="ADDRESS", nargs="?",
         help="https://HOST:PORT, ray:…, or the folder of a run that is served on this machine [HELOCO_ADDRESS]",
     )  # fmt: skip
-    made.add_argument("--address", metavar="ADDRESS", dest="address_flag", help=argparse.SUPPRESS)
-    add_token_flags(made, right)
+    parser.add_argument("--address", metavar="ADDRESS", dest="address_flag", help=argparse.SUPPRESS)
+    add_token_flags(parser, right)
 
 
-def add_token_flags(made: Parser, right: str) -> None:
-    made.add_argument(
+def add_token_flags(parser: Parser, right: str) -> None:
+    parser.add_argument(
         "--token",
         metavar="TEXT",
         help=f"a token of the run with the right {right!r}; other users can see it in the list of processes [HELOCO_TOKEN]",
     )
-    made.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
+    parser.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
 
 
 def named_address(parsed: argparse.Namespace) -> str:
-    """The address that was given, or is in the environment; empty where there is none."""
+    """The address from the command line or the environment; empty if there is none."""
     return str(parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
 
 
-def linked(parsed: argparse.Namespace, right: "Right") -> Any:
-    """A link to the run that is meant, with a token of that right."""
+def link_from_flags(parsed: argparse.Namespace, right: "Right") -> Any:
+    """A link to the run named on the command line, with a token of that right."""
     address = named_address(parsed)
     if not address:
         raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
@@ -57,12 +57,12 @@ def link_to(address: str, token: str | None, token_file: str | None, right: "Rig
 
 
 def local_run(folder: Path, right: "Right") -> tuple[str, str]:
-    """(address, token) of a run that is served on this machine, from its own folder."""
+    """(address, token) of a run that is served on this machine, from its folder."""
     from heloco.cluster.gateway.credentials import CERTIFICATE, fingerprint_in
     from heloco.cluster.server.process import CREDENTIALS, ListenConfig
     from heloco.cluster.server.token_book import FILE, TokenBook
 
-    listen = ListenConfig.kept(folder)
+    listen = ListenConfig.load(folder)
     if listen is None or not (folder / CREDENTIALS / FILE).exists():
         raise UserError(f"{folder} was never served from this machine: give the address that `heloco serve` printed.")
     tokens = TokenBook(folder / CREDENTIALS)
@@ -74,8 +74,8 @@ def local_run(folder: Path, right: "Right") -> tuple[str, str]:
     return f"https://{host}:{listen.port}", tokens.text(valid[0], fingerprint)
 
 
-def answered(ask: Callable[[], T]) -> T:
-    """One request, for commands that do not wait for a run to come back."""
+def ask_once(ask: Callable[[], T]) -> T:
+    """Makes one request without retries, and turns failures into UserError."""
     from heloco.cluster.protocol.link import LinkDown
     from heloco.cluster.protocol.refusals import Code, Refused
 

@@ -1,71 +1,73 @@
-"""`heloco stop`, `pause`, `unpause`, `evict`, `tokens`: ruling a run that is served, with an admin's token."""
+"""`heloco stop`, `pause`, `unpause`, `evict`, `tokens`: controlling a served run, with an admin token."""
 
 import argparse
 import json
 
-from heloco.cli.addresses import add_address_flags, answered, linked, named_address
+from heloco.cli.addresses import add_address_flags, ask_once, link_from_flags, named_address
 from heloco.cli.flags import Parser
 from heloco.errors import UserError, nearest
 
 
-def add_admin_flags(made: Parser) -> None:
-    add_address_flags(made, "admin")
+def add_admin_flags(parser: Parser) -> None:
+    add_address_flags(parser, "admin")
 
 
-def add_evict_flags(made: Parser) -> None:
-    made.add_argument("machine", metavar="MACHINE", help="its id, or its name where only one machine has it")
-    add_address_flags(made, "admin")
-    made.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal, and for who runs the machine")
+def add_evict_flags(parser: Parser) -> None:
+    parser.add_argument("machine", metavar="MACHINE", help="its id, or its name where only one machine has it")
+    add_address_flags(parser, "admin")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal and for the machine's user")
 
 
-def add_pause_flags(made: Parser) -> None:
-    add_address_flags(made, "admin")
-    made.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal, and for who looks at the run")
+def add_pause_flags(parser: Parser) -> None:
+    add_address_flags(parser, "admin")
+    parser.add_argument("--reason", metavar="TEXT", default="", help="for the run's journal and for its viewers")
 
 
-def add_tokens_flags(made: Parser) -> None:
-    add_address_flags(made, "admin")
-    made.add_argument("--new", metavar="{worker,viewer,admin}", help="make a token with this right, and print it")
-    made.add_argument("--note", metavar="TEXT", default="", help="what the new token is for")
-    made.add_argument("--revoke", metavar="ID", help="make a token void; machines that came with it are sent away")
-    made.add_argument("--json", action="store_true", help="print JSON")
+def add_tokens_flags(parser: Parser) -> None:
+    add_address_flags(parser, "admin")
+    parser.add_argument("--new", metavar="{worker,viewer,admin}", help="make a token with this right, and print it")
+    parser.add_argument("--note", metavar="TEXT", default="", help="what the new token is for")
+    parser.add_argument("--revoke", metavar="ID", help="revoke a token; machines that joined with it are evicted")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def stop(parsed: argparse.Namespace) -> int:
-    answered(lambda: linked(parsed, "admin").stop("stopped by `heloco stop`"))
-    print("The run is stopped and saved: `heloco serve` with its folder goes on.")
+    ask_once(lambda: link_from_flags(parsed, "admin").stop("stopped by `heloco stop`"))
+    print("The run is stopped and saved. `heloco serve` with its folder continues it.")
     return 0
 
 
 def pause(parsed: argparse.Namespace) -> int:
-    answered(lambda: linked(parsed, "admin").pause(parsed.reason))
-    print("The run is paused: rounds under way still count, and `heloco unpause` goes on.")
+    ask_once(lambda: link_from_flags(parsed, "admin").pause(parsed.reason))
+    print("The run is paused. Rounds under way still count, and `heloco unpause` continues it.")
     return 0
 
 
 def unpause(parsed: argparse.Namespace) -> int:
-    link = linked(parsed, "admin")
-    answered(link.unpause)
-    other = answered(link.status).paused
-    print(f"The pause is over, but the run waits: {other.text}." if other else "The run goes on.")
+    link = link_from_flags(parsed, "admin")
+    ask_once(link.unpause)
+    remaining_pause = ask_once(link.status).paused
+    print(f"The pause is over, but the run waits: {remaining_pause.text}." if remaining_pause else "The run goes on.")
     return 0
 
 
 def evict(parsed: argparse.Namespace) -> int:
-    link = linked(parsed, "admin")
-    machines = answered(link.status).machines
-    meant = [m for m in machines if parsed.machine in (m.machine, m.name)]
-    if not meant and "#" in parsed.machine:  # an id: the machine may have left
-        answered(lambda: link.evict(parsed.machine, parsed.reason))
-        print(f"{parsed.machine} is not here, and may not come back.")
+    link = link_from_flags(parsed, "admin")
+    machines = ask_once(link.status).machines
+    matches = [m for m in machines if parsed.machine in (m.machine, m.name)]
+    if not matches and "#" in parsed.machine:  # an id: the machine may have left
+        ask_once(lambda: link.evict(parsed.machine, parsed.reason))
+        print(f"{parsed.machine} is not here and may not come back.")
         return 0
-    if not meant:
-        here = ", ".join(m.machine for m in machines) or "nobody is here"
-        raise UserError(f"There is no machine {parsed.machine!r} here: {here}. One that has left is known by its id, NAME#….")
-    if len(meant) > 1:
-        raise UserError(f"{len(meant)} machines are called {parsed.machine!r}: say which, {', '.join(m.machine for m in meant)}.")
-    [machine] = meant
-    answered(lambda: link.evict(machine.machine, parsed.reason))
+    if not matches:
+        present = ", ".join(m.machine for m in machines) or "nobody is here"
+        raise UserError(f"There is no machine {parsed.machine!r} here: {present}. One that has left is known by its id, NAME#….")
+    if len(matches) > 1:
+        raise UserError(
+            f"{len(matches)} machines are called {parsed.machine!r}: say which, {', '.join(m.machine for m in matches)}."
+        )
+    [machine] = matches
+    ask_once(lambda: link.evict(machine.machine, parsed.reason))
     print(f"{machine.machine} was evicted and may not come back.", end=" ")
     if machine.token:
         revoke = f"`heloco tokens {named_address(parsed)} --revoke {machine.token}`"
@@ -80,22 +82,22 @@ def tokens(parsed: argparse.Namespace) -> int:
     from heloco.cluster.protocol.messages import to_plain
     from heloco.cluster.protocol.tokens import RIGHTS
 
-    link = linked(parsed, "admin")
+    link = link_from_flags(parsed, "admin")
     if parsed.new:
         if parsed.new not in RIGHTS:
             raise UserError(f"There is no right {parsed.new!r}; {nearest(parsed.new, RIGHTS)}")
-        token = answered(lambda: link.new_token(parsed.new, parsed.note))
+        token = ask_once(lambda: link.new_token(parsed.new, parsed.note))
         print(json.dumps(to_plain(token)) if parsed.json else token.token)
         return 0
     if parsed.revoke:
-        answered(lambda: link.revoke_token(parsed.revoke))
+        ask_once(lambda: link.revoke_token(parsed.revoke))
         print(f"{parsed.revoke} is void from now on.")
         return 0
-    listed = answered(link.tokens).tokens
+    infos = ask_once(link.tokens).tokens
     if parsed.json:
-        print(json.dumps([to_plain(token) for token in listed]))
+        print(json.dumps([to_plain(token) for token in infos]))
         return 0
-    for token in listed:
+    for token in infos:
         state = "revoked" if token.is_revoked else count_machines(token.machines) if token.right == "worker" else "holds"
         print(f"{token.id:<12} {token.right:<7} made {token.made}  {state:<12} {token.note}")
     return 0

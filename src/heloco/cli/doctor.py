@@ -1,4 +1,4 @@
-"""`heloco doctor [ADDRESS]`: this machine's facts; whether it can take part in a run, and what would hold it up."""
+"""`heloco doctor [ADDRESS]`: facts about this machine, whether it can take part in a run, and how fast its connection is."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from heloco.cli.addresses import add_address_flags, linked, named_address
+from heloco.cli.addresses import add_address_flags, link_from_flags, named_address
 from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 PROBE_BYTES = (1 << 16, 1 << 20, 1 << 23, 1 << 26)
 ENOUGH_S = 1.0
-"""A probe that took so long tells the bandwidth well enough."""
+"""A probe of at least this duration measures the bandwidth well enough."""
 CLOCK_OFF_S = 60.0
 
 
-def add_doctor_flags(made: Parser) -> None:
-    add_address_flags(made, "worker")
-    made.add_argument("--json", action="store_true", help="print JSON")
+def add_doctor_flags(parser: Parser) -> None:
+    add_address_flags(parser, "worker")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 @dataclass(frozen=True)
 class Finding:
-    what: str
-    good: bool
-    told: str
+    subject: str
+    is_good: bool
+    text: str
 
 
 def doctor(parsed: argparse.Namespace) -> int:
-    """Exit code 0 where nothing is in the way, 2 otherwise."""
-    found = []
+    """Prints the findings. The exit code is 0 if all are good, 2 otherwise."""
+    findings = []
     for finding in examine(parsed):
-        found.append(finding)
+        findings.append(finding)
         if not parsed.json:
-            print(f"{'ok ' if finding.good else 'BAD'}  {finding.what:<12} {finding.told}", flush=True)
+            print(f"{'ok ' if finding.is_good else 'BAD'}  {finding.subject:<12} {finding.text}", flush=True)
     if parsed.json:
-        print(json.dumps([asdict(finding) for finding in found]))
-    return 0 if all(finding.good for finding in found) else 2
+        print(json.dumps([asdict(finding) for finding in findings]))
+    return 0 if all(finding.is_good for finding in findings) else 2
 
 
 def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
-    yield Finding("this machine", True, here())
+    yield Finding("this machine", True, describe_machine())
     yield gpu()
     yield kernels()
     if not named_address(parsed):
@@ -56,7 +56,7 @@ def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
     from heloco.cluster.protocol.refusals import Refused
 
     try:
-        link = linked(parsed, "worker")
+        link = link_from_flags(parsed, "worker")
         info = link.describe()
     except (UserError, LinkDown, Refused) as error:
         yield Finding("connection", False, str(error))
@@ -73,18 +73,18 @@ def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
     link.close()
 
 
-def here() -> str:
+def describe_machine() -> str:
     import torch
 
     import heloco
 
-    found = [f"heloco {heloco.__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    parts = [f"heloco {heloco.__version__}", f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     for name in ("ray", "httpx", "transformers"):
         try:
-            found.append(f"{name} {version(name)}")
+            parts.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            parts.append(f"no {name}")
+    return ", ".join(parts)
 
 
 def gpu() -> Finding:
@@ -92,20 +92,24 @@ def gpu() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("GPU", True, f"none; {torch.get_num_threads()} CPU threads")
-    every = range(torch.cuda.device_count())
-    names = [f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[0] / 1e9:.0f} GB free)" for i in every]
+    devices = range(torch.cuda.device_count())
+    names = [f"{torch.cuda.get_device_name(i)} ({torch.cuda.mem_get_info(i)[0] / 1e9:.0f} GB free)" for i in devices]
     return Finding("GPU", True, ", ".join(names))
 
 
 def kernels() -> Finding:
-    """Which kernels make the outer steps here. Compiled or not, they give the same bits on a CPU."""
+    """Which kernels make the outer steps here. On a CPU they give the same bits, compiled or not."""
     import torch
 
     from heloco.outer.kernels import name_for
     from heloco.outer.kernels.switch import VARIABLE, compiled_kernels_wanted
 
-    why = "no C compiler at installation" if compiled_kernels_wanted() else f"{VARIABLE}=portable"
-    sentences = {"compiled": "compiled", "triton": "Triton", "portable": f"portable torch operations, which are slower ({why})"}
+    reason = "no C compiler at installation" if compiled_kernels_wanted() else f"{VARIABLE}=portable"
+    sentences = {
+        "compiled": "compiled",
+        "triton": "Triton",
+        "portable": f"portable torch operations, which are slower ({reason})",
+    }
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     return Finding("kernels", True, ", ".join(f"{device}: {sentences[name_for(device)]}" for device in devices))
 
@@ -124,8 +128,8 @@ def clock(link: Any) -> Iterator[Finding]:
     if hasattr(link, "clock"):
         began = time.time()
         off_s = link.clock() - (began + time.time()) / 2
-        told = f"{abs(off_s):.1f} s {'behind' if off_s > 0 else 'ahead of'} the synchronizer's"
-        yield Finding("clock", abs(off_s) < CLOCK_OFF_S, told if abs(off_s) >= 0.1 else "the same as the synchronizer's")
+        text = f"{abs(off_s):.1f} s {'behind' if off_s > 0 else 'ahead of'} the synchronizer's"
+        yield Finding("clock", abs(off_s) < CLOCK_OFF_S, text if abs(off_s) >= 0.1 else "the same as the synchronizer's")
 
 
 def latency(link: Any) -> Iterator[Finding]:
@@ -146,7 +150,7 @@ def bandwidth(link: Any) -> Iterator[Finding]:
 
 
 def _rate(probe: Callable[[int], float]) -> float:
-    """Bytes per second, with as many bytes as it takes to tell."""
+    """Bytes per second, measured with growing probes."""
     for size in PROBE_BYTES:
         seconds = probe(size)
         if seconds > ENOUGH_S:

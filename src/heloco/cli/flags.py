@@ -1,4 +1,4 @@
-"""One flag per field of a run's config, with its docstring as help; unknown flags are answered with the nearest name."""
+"""One flag per field of a run's config, with its docstring as help. An unknown flag is answered with the nearest name."""
 
 import argparse
 import ast
@@ -13,11 +13,11 @@ from heloco.errors import UserError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with whole sentences for what is wrong."""
+    """argparse with full sentences as errors."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")  # `--paces -1,2` has a value, if a bad one
+        self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")  # `--paces -1,2` is a bad value, not a flag
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
@@ -27,14 +27,14 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"There is no command {value!r}; {nearest(value, list(action.choices))} See `{self.prog} --help`.")
 
     def parse_all(self, arguments: list[str]) -> argparse.Namespace:
-        """Like parse_args, but an unknown option is answered with the nearest one of the command."""
+        """Like parse_args, but the error for an unknown option names the nearest option of the command."""
         parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             command: Parser = getattr(parsed, "parser", self)
-            known = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
+            options = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
             word = unknown[0].split("=")[0]
             if word.startswith("-"):
-                raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, known)}")
+                raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, options)}")
             raise UserError(f"`{command.prog}` does not know what to do with {word!r}: see `{command.prog} --help`.")
         return parsed
 
@@ -65,7 +65,7 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         if name in without:
             continue
         default = None if name in knobs else getattr(getattr(defaults, section), name)
-        shown = "" if default in (None, [], "") else f" [{_shown(default)}]"
+        suffix = "" if default in (None, [], "") else f" [{_format_default(default)}]"
         is_choice = name in NAMED and name != "method"  # `heloco methods` lists those
         groups[section].add_argument(
             f"--{name.replace('_', '-')}",
@@ -74,16 +74,16 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
             default=argparse.SUPPRESS,
             nargs="?" if _is_bool(types[name]) else None,
             const="true" if _is_bool(types[name]) else None,
-            help=(docs.get(name, "") + shown).replace("%", "%%"),
+            help=(docs.get(name, "") + suffix).replace("%", "%%"),
         )
 
 
 def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The config fields that were set by flags."""
+    """Config fields that were set by flags."""
     return {key.removeprefix("config."): value for key, value in vars(parsed).items() if key.startswith("config.")}
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     if isinstance(default, list):
         return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
     return str(default).lower() if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else str(default)
@@ -106,6 +106,6 @@ def _metavar(hint: Any) -> str:
 
 
 def fail(message: str) -> int:
-    """A sentence on stderr, exit code 2."""
+    """Prints a sentence to stderr and returns exit code 2."""
     print(f"heloco: {message}", file=sys.stderr)
     return 2

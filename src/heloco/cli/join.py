@@ -1,4 +1,4 @@
-"""`heloco join`, `status`, `replay`: a real run from the side of a machine, and of whoever looks at it."""
+"""`heloco join`, `status`, `replay` and `rollback`."""
 
 import argparse
 import json
@@ -9,27 +9,31 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from heloco.cli.addresses import add_address_flags, answered, linked
+from heloco.cli.addresses import add_address_flags, ask_once, link_from_flags
 from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
 PIPE_COLUMNS = 160
-"""Columns where nobody says how many there are."""
+"""Width of the table if the output is not a terminal."""
 
 
-def add_join_flags(made: Parser) -> None:
-    add_address_flags(made, "worker")
-    made.add_argument("--data", metavar="DIR", help="where the run's text is on this machine [as in the run's config]")
-    made.add_argument("--tokenizer", metavar="FILE", help="where the run's tokenizer is on this machine [as in the run's config]")
-    made.add_argument("--hf", metavar="DIR", help="where the run's Hugging Face model is here [as in the run's config]")
-    made.add_argument("--device", metavar="TEXT", default="auto", help="cpu, cuda, cuda:1, or auto [auto]")
-    made.add_argument("--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]")
-    made.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try when the run is out of reach [3600]")
+def add_join_flags(parser: Parser) -> None:
+    add_address_flags(parser, "worker")
+    parser.add_argument("--data", metavar="DIR", help="where the run's text is on this machine [as in the run's config]")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="where the run's tokenizer is on this machine [as in the run's config]"
+    )
+    parser.add_argument("--hf", metavar="DIR", help="where the run's Hugging Face model is here [as in the run's config]")
+    parser.add_argument("--device", metavar="TEXT", default="auto", help="cpu, cuda, cuda:1, or auto [auto]")
+    parser.add_argument(
+        "--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]"
+    )
+    parser.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try to reach the run again [3600]")
 
 
-def add_status_flags(made: Parser) -> None:
-    add_address_flags(made, "viewer")
-    made.add_argument("--json", action="store_true", help="print JSON")
+def add_status_flags(parser: Parser) -> None:
+    add_address_flags(parser, "viewer")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def join(parsed: argparse.Namespace) -> int:
@@ -43,8 +47,8 @@ def join(parsed: argparse.Namespace) -> int:
         patience_s = float(parsed.patience)
     except ValueError:
         raise UserError(f"patience cannot be {parsed.patience!r}: give seconds.") from None
-    link = linked(parsed, "worker")
-    info = answered(link.describe)
+    link = link_from_flags(parsed, "worker")
+    info = ask_once(link.describe)
     if info.ended is not None:
         raise UserError(f"The run has ended: {info.ended.text}")
     if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -56,17 +60,17 @@ def join(parsed: argparse.Namespace) -> int:
     worker = Worker(task, config, tell=lambda text: print(text, flush=True))
 
     def stop(number: int, _: FrameType | None) -> None:
-        if worker.stop_requested:  # asked twice: at once
+        if worker.stop_requested:  # second signal: stop at once
             raise KeyboardInterrupt
         worker.stop_requested = f"stopped by {signal.Signals(number).name}"
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         print(worker.run(link, parsed.name, info.run, patience_s=patience_s), flush=True)
     except Refused as refused:
         raise UserError(refused.text) from refused
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
     return 0
 
@@ -77,33 +81,33 @@ def status(parsed: argparse.Namespace) -> int:
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
-    shown = answered(linked(parsed, "viewer").status)
+    run_status = ask_once(link_from_flags(parsed, "viewer").status)
     if parsed.json:
-        print(json.dumps(to_plain(shown)))
+        print(json.dumps(to_plain(run_status)))
         return 0
-    for line in status_lines(shown):
+    for line in status_lines(run_status):
         print(line)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machines_table(shown))
+    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machines_table(run_status))
     return 0
 
 
 # ---- replay
 
 
-def add_replay_flags(made: Parser) -> None:
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
-    made.add_argument("--json", action="store_true", help="print JSON")
+def add_replay_flags(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_rollback_flags(made: Parser) -> None:
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--to", metavar="ARRIVAL", help="the arrival to return to [the last one that is whole]")
-    made.add_argument(
+def add_rollback_flags(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--to", metavar="ARRIVAL", help="the arrival to return to [the last one that is whole]")
+    parser.add_argument(
         "--without", metavar="MACHINE", action="append", default=[],
         help="keep what came after --to from other machines, and leave out and bar this one; can be given several times",
     )  # fmt: skip
-    made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
 
 
 def rollback(parsed: argparse.Namespace) -> int:
@@ -120,13 +124,13 @@ def rollback(parsed: argparse.Namespace) -> int:
     config = folder.config()
     task = None if config.data.task == "external" else rebuild_task(config, parsed.data)
     to = None if parsed.to is None else int(parsed.to)
-    done = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
+    result = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
     if parsed.without:
-        left_out = f"{done.left_out} contributions of {', '.join(done.machines)} were left out"
-        print(f"{parsed.folder} stands at arrival {done.arrivals} now: {left_out}.")
+        left_out = f"{result.left_out} contributions of {', '.join(result.machines)} were left out"
+        print(f"{parsed.folder} stands at arrival {result.arrivals} now: {left_out}.")
     else:
-        print(f"{parsed.folder} stands at arrival {done.arrivals} now.")
-    print(f"As it was before, it is in {done.kept}. `heloco serve {parsed.folder}` goes on.")
+        print(f"{parsed.folder} stands at arrival {result.arrivals} now.")
+    print(f"As it was before, it is in {result.old_folder}. `heloco serve {parsed.folder}` goes on.")
     return 0
 
 

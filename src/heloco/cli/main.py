@@ -1,4 +1,4 @@
-"""`heloco`: the commands and what they print."""
+"""The `heloco` command and its subcommands."""
 
 import argparse
 import json
@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
         return fail(str(error))
     except KeyboardInterrupt:
         return fail("interrupted.") and 130
-    except BrokenPipeError:  # somebody closed the pipe we print to, as `head` does
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         sys.stderr.close()
         return 0
 
@@ -60,46 +60,46 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Parser:
-        made: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        made.set_defaults(command=command, parser=made)
-        return made
+        parser: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        parser.set_defaults(command=command, parser=parser)
+        return parser
 
-    made = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
-    made.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
-    made.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
-    made.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
-    made.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
-    add_log_flag(made)
-    add_config_flags(made)
+    parser = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
+    parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
+    add_log_flag(parser)
+    add_config_flags(parser)
 
-    made = add("resume", resume, "Go on with a run that was stopped or killed.")
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
-    add_log_flag(made)
+    parser = add("resume", resume, "Go on with a run that was stopped or killed.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    add_log_flag(parser)
 
-    made = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    made = add("export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads.")
-    made.add_argument("folder", type=Path, metavar="RUN")
-    made.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
-    made.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
+    parser = add("export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads.")
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
 
-    made = add("schedule", schedule, "Who would arrive when, without training.")
-    made.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
-    made.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
-    made.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
-    made.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
-    made.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
-    made.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
-    made.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
-    made.add_argument("--events", action="store_true", help="list every arrival")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("schedule", schedule, "Who would arrive when, without training.")
+    parser.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
+    parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
+    parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
+    parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
+    parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
+    parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
+    parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
+    parser.add_argument("--events", action="store_true", help="list every arrival")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    made = add("methods", methods, "The outer methods: equations and knobs.")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    parser = add("methods", methods, "The outer methods: equations and knobs.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
     add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
@@ -113,7 +113,7 @@ def parser() -> Parser:
     add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
     about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."
     add_rollback_flags(add("rollback", rollback, about))
-    add_study_flags(add("study", study, "The paper's experiments, beside its numbers: rows of paces × methods × seeds."))
+    add_study_flags(add("study", study, "The paper's experiments, compared with its numbers: rows of paces × methods × seeds."))
     add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))
     add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
@@ -123,8 +123,8 @@ def parser() -> Parser:
 # ---- train and resume
 
 
-def add_log_flag(made: Parser) -> None:
-    made.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio")
+def add_log_flag(parser: Parser) -> None:
+    parser.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio")
 
 
 def logs_of(parsed: argparse.Namespace) -> list[str]:
@@ -147,8 +147,8 @@ def train(parsed: argparse.Namespace) -> int:
         raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
     logs = logs_of(parsed)
     flags = given_fields(parsed)
-    given = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
-    values = without_derived(RECIPES[parsed.recipe], [name for name in given if given[name] != ""]) | given
+    settings = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
+    values = without_derived(RECIPES[parsed.recipe], [name for name in settings if settings[name] != ""]) | settings
     config = resolve(with_fields(RunConfig(), with_seats(values, 0) if parsed.engine == "ray" else values))
     if parsed.out:
         RunFolder.check_free(parsed.out)
@@ -204,7 +204,7 @@ def resume(parsed: argparse.Namespace) -> int:
 
 
 def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
-    """The task of a run; its text taken from `data` where that is given, from the run's own sources or from `languages` of it."""
+    """The task of a run, with its text from `data` if that is given: from the run's own languages, or from `languages`."""
     from dataclasses import replace
 
     from heloco.engine.build import build_task
@@ -237,7 +237,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
         caught.append(number)
         local.stop_requested = True
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with mirroring(logs, folder.path, by_section(local.config)) as mirrors:
             local.observers += mirrors
@@ -248,7 +248,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
         print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
         return 128 + caught[0]
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
         folder.close()
     for table in tables(summary):
@@ -334,17 +334,17 @@ def schedule(parsed: argparse.Namespace) -> int:
         barrier=get_method(config.outer.method).barrier,
         grace_s=workers.grace_s,
     )
-    listed: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     if parsed.events:
-        kept = list(events)
-        events = iter(kept)
-        listed = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in kept]
+        arrivals = list(events)
+        events = iter(arrivals)
+        rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in arrivals]
     time_s, shares = summarize(events, steps)
     table = [asdict(share) for share in shares]
     if parsed.json:
-        print(json.dumps({"time_s": time_s, "workers": table} | ({"events": listed} if parsed.events else {})))
+        print(json.dumps({"time_s": time_s, "workers": table} | ({"events": rows} if parsed.events else {})))
         return 0
-    for event in listed:
+    for event in rows:
         print(f"{event['time_s']:>12g} s  worker {event['worker']}  version {event['version']}  staleness {event['staleness']}")
     Console().print(schedule_table(time_s, table, workers.paces))
     return 0

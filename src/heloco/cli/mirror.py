@@ -1,4 +1,4 @@
-"""A run that is served elsewhere, as a folder here: its config, tape, evaluations and events, as they grow."""
+"""A local copy of a run that is served elsewhere: its config, tape, evaluations and events, as they grow."""
 
 import tempfile
 import threading
@@ -15,30 +15,30 @@ from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
 
-WHOLE, GROWING = (CONFIG, META), (TAPE, EVALS, JOURNAL)
+FIXED, GROWING = (CONFIG, META), (TAPE, EVALS, JOURNAL)
 JOURNAL_SEGMENT = f"{JOURNAL}/{segment_name(0)}"
-"""The journal comes as one long file of lines."""
-EVERY_S = 0.5
+"""The gateway sends the journal as one long file of lines."""
+REFRESH_EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
 LOST_S = 60.0
-"""Seconds out of reach after which a run counts as gone: a crash and a restart take less."""
+"""After this many seconds out of reach, a run counts as gone. A crash and a restart take less."""
 
 
 class Mirror:
-    """Keeps `folder` like the run's; when the run cannot be reached it tries again."""
+    """Keeps `folder` up to date with the run's folder, and retries when the run cannot be reached."""
 
     def __init__(self, link: "AdminLink") -> None:
         self.link = link
         self._temporary = tempfile.TemporaryDirectory(prefix="heloco-watch-")
         self.folder = Path(self._temporary.name) / "run"
         self.folder.mkdir()
-        self._over = threading.Event()
+        self._is_closing = threading.Event()
         self._reached_s = time.monotonic()
         self._following: threading.Thread | None = None
 
     def lost(self) -> str:
-        """Why nothing more is to be expected; empty as long as something is."""
+        """Why the run counts as gone; empty while it does not."""
         if time.monotonic() - self._reached_s < LOST_S:
             return ""
         return (
@@ -46,7 +46,7 @@ class Mirror:
         )
 
     def start(self) -> None:
-        """Until there is something to see; then on, in a thread."""
+        """Waits until there is something to see, and then keeps the copy up to date in a thread."""
         from heloco.cluster.protocol.link import LinkDown
         from heloco.cluster.protocol.refusals import Refused
 
@@ -55,10 +55,10 @@ class Mirror:
             info = self.link.describe()
             self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
             missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
-            while not self.has(WHOLE if info.external else (*WHOLE, EVALS)):
+            while not self.has(FIXED if info.external else (*FIXED, EVALS)):
                 if time.monotonic() - began > WAIT_S:
                     raise UserError(f"{missing} at {self.link.address}: try again later.")
-                time.sleep(EVERY_S)
+                time.sleep(REFRESH_EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
         except Refused as refused:
@@ -67,13 +67,13 @@ class Mirror:
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()
 
-    def has(self, wanted: Sequence[str]) -> bool:
-        """Whether there is something of these files, now that it was looked."""
+    def has(self, names: Sequence[str]) -> bool:
+        """Refreshes the copy. True if all of these files exist."""
         self.refresh()
-        return all((self.folder / name).exists() for name in wanted)
+        return all((self.folder / name).exists() for name in names)
 
     def refresh(self) -> None:
-        for name in (*WHOLE, *GROWING):
+        for name in (*FIXED, *GROWING):
             if name in GROWING or not (self.folder / name).exists():
                 self._read_on(name)
 
@@ -90,7 +90,7 @@ class Mirror:
         from heloco.cluster.protocol.link import LinkDown
         from heloco.cluster.protocol.refusals import Refused
 
-        while not self._over.wait(EVERY_S):
+        while not self._is_closing.wait(REFRESH_EVERY_S):
             try:
                 self.refresh()
                 self._reached_s = time.monotonic()
@@ -98,8 +98,8 @@ class Mirror:
                 continue
 
     def close(self) -> None:
-        self._over.set()
+        self._is_closing.set()
         if self._following is not None:
-            self._following.join(CLOSING_S)  # it may be writing into what goes now
+            self._following.join(CLOSING_S)  # it may still be writing to the folder
         self.link.close()
         self._temporary.cleanup()

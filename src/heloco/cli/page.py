@@ -1,11 +1,11 @@
-"""The live page of a run that is served, and the run's files from elsewhere."""
+"""The live page of a served run."""
 
 from pathlib import Path
 from typing import Any
 
 
 def page_of(folder: Path) -> Any:
-    """An ASGI app with the run's page, from when its first evaluation is there; where none is made, from when it has a model."""
+    """An ASGI app with the run's page. It is empty until the first evaluation, or for an external run until there is a model."""
     from heloco.report.page_process import PageProcess
 
     return PageProcess(folder)

@@ -1,4 +1,4 @@
-"""`heloco report` and `heloco compare`: finished or running runs, looked at."""
+"""`heloco report` and `heloco compare`: pages and tables of finished or running runs."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ def report(parsed: argparse.Namespace) -> int:
 
 
 def write(out: Path, page: str) -> None:
-    """All of it or nothing: what was there before stays where there is no room."""
+    """Writes the page atomically: if the disk is full, the old file stays."""
     temporary = out.with_name(f".{out.name}.{os.getpid()}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`heloco serve`: a run on real machines. `heloco train --engine ray` is the same with machines of this one alone."""
+"""`heloco serve`: a run on real machines. `heloco train --engine ray` does the same with workers on this machine alone."""
 
 import argparse
 import contextlib
@@ -19,45 +19,47 @@ if TYPE_CHECKING:
 
 FAREWELL_S = 15.0
 LINGER_S = 1.2
-"""Whoever watches from elsewhere looks twice a second: the last lines must reach them."""
+"""Seconds to stay up after the end. `heloco watch` elsewhere looks twice a second, and must get the last lines."""
 PAGE = "heloco.cli.page:page_of"
 EVERYWHERE = "0.0.0.0"
 
 
-def add_serve_flags(made: Parser) -> None:
-    made.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
-    made.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
-    made.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
-    made.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
-    made.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
-    made.add_argument("--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]")
-    made.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
-    made.add_argument("--key", metavar="FILE", default="")
-    made.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
-    made.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
-    add_config_flags(made, without=("workers",))
+def add_serve_flags(parser: Parser) -> None:
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
+    parser.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
+    parser.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
+    parser.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
+    parser.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
+    parser.add_argument(
+        "--name", metavar="HOST", action="append", default=[], help="how others reach this machine [its own name]"
+    )
+    parser.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
+    parser.add_argument("--key", metavar="FILE", default="")
+    parser.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
+    add_config_flags(parser, without=("workers",))
 
 
 def serve(parsed: argparse.Namespace) -> int:
     from heloco.cluster.server.process import ListenConfig
 
-    local = whole(parsed.workers, "workers")
-    before = (ListenConfig.kept(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
-    port = whole(parsed.port, "port") if parsed.port else before.port
+    local = parse_count(parsed.workers, "workers")
+    previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
+    port = parse_count(parsed.port, "port") if parsed.port else previous.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
-    host = parsed.host or before.host
-    names = tuple(parsed.name) or (before.names if host == before.host else ()) or own_names(host)
+    host = parsed.host or previous.host
+    names = tuple(parsed.name) or (previous.names if host == previous.host else ()) or own_names(host)
     page = PAGE if page_can_be_shown() else ""
-    cert, key = (str(Path(given).resolve()) if given else "" for given in (parsed.cert, parsed.key))
-    listen = ListenConfig(host, port, names, cert or before.cert, key or before.key, page)
+    cert, key = (str(Path(path).resolve()) if path else "" for path in (parsed.cert, parsed.key))
+    listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port)
     return carry_on(spec_for(parsed, local, listen), local, parsed.ray)
 
 
 def own_names(host: str) -> tuple[str, ...]:
-    """How others may call this machine: by its name, or by an address where it has none that means anything elsewhere."""
+    """Names under which others reach this machine, or its address if it has no name that is valid elsewhere."""
     if host not in (EVERYWHERE, "::"):
         return (host,)
     names = dict.fromkeys(name for name in (socket.getfqdn(), socket.gethostname()) if not name.startswith("localhost"))
@@ -66,19 +68,19 @@ def own_names(host: str) -> tuple[str, ...]:
 
 def outward_address() -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(("192.0.2.1", 9))  # sends nothing: the system says which of its addresses it would use
+        asking.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
         return str(asking.getsockname()[0])
     return "localhost"
 
 
 def check_port(host: str, port: int) -> None:
-    """Before a run is begun that could not be served."""
+    """Raises UserError before a run is begun that could not be served."""
     from heloco.cluster.gateway.server import listen
 
     listen(host, port).close()
 
 
-def whole(text: str, name: str) -> int:
+def parse_count(text: str, name: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
@@ -92,7 +94,7 @@ def page_can_be_shown() -> bool:
 
 def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
     """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
-    from heloco.cluster.server.open_run import check_served
+    from heloco.cluster.server.open_run import check_servable
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.settings import read_toml, setting_sections, to_toml
@@ -109,28 +111,28 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
         return ServeSpec(str(parsed.run), "", cluster, flags.get("data"), listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = whole(parsed.seats, "seats") if parsed.seats else 0
+    seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
-    check_served(config)
-    if parsed.out and config.data.task != "external":  # one that waits for its model may be started again: it looks itself
+    check_servable(config)
+    if parsed.out and config.data.task != "external":  # that one checks the folder itself
         RunFolder.check_free(parsed.out)
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
 
-def with_seats(values: dict[str, Any], wanted: int) -> dict[str, Any]:
-    """The values of a run on real machines: these have paces of their own, so only the number of workers is said.
+def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
+    """The values of a run on real machines, which have their own paces: only the number of workers is set.
 
-    `wanted`: how many workers, where the config does not say it; 0: as many as a simulation has."""
+    `count`: the number of workers if the config does not set it; 0: as many as in a simulation."""
     if "paces" in values:
-        return values  # refused where they are not all 1
+        return values  # refused later unless all are 1
     from heloco.run import RunConfig
 
-    workers = int(values.get("workers") or wanted or len(RunConfig().workers.paces))
+    workers = int(values.get("workers") or count or len(RunConfig().workers.paces))
     return {**values, "paces": [1.0] * workers, "workers": 0}
 
 
 def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
-    """Real workers on this machine, as many as the run has."""
+    """Serves a run to real workers on this machine, one for each seat."""
     from heloco.cluster.server.process import spec_of
 
     if logs:
@@ -142,23 +144,23 @@ def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
 
 
 class Engine(Protocol):
-    """What serves a run: in this process, or in Ray's."""
+    """Serves a run, in this process or in Ray's processes."""
 
     address: str
     notices: list[str]
-    """What whoever serves the run should know."""
+    """Sentences for the person who serves the run."""
 
     def token(self, right: "Right") -> str: ...
     def status(self) -> "Status": ...
     def stop(self, reason: str) -> None: ...
     def trouble(self) -> str:
-        """What a local worker or the synchronizer said that ended badly, where nobody can go on without a person."""
+        """The error of a local worker or of the synchronizer that needs a person; empty if there is none."""
 
     def close(self) -> None: ...
 
 
 class HereEngine:
-    """The service in this process, and its local workers in theirs, over the gateway."""
+    """The service in this process, and its local workers in their own processes, connected through the gateway."""
 
     def __init__(self, spec: "ServeSpec", local: int) -> None:
         from heloco.cli.main import preparing
@@ -199,7 +201,7 @@ def engine_for(spec: "ServeSpec", local: int, ray: str) -> Engine:
 
 
 def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
-    """Serves until the run has ended or somebody ends it; says how."""
+    """Serves until the run has ended or a signal comes. Prints how it ended, and returns the exit code."""
     from heloco.cli.serve_view import follow
 
     caught: list[int] = []
@@ -207,8 +209,8 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    engine = engine_for(spec, local, ray)  # until it stands, Ctrl-C ends it at once
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    engine = engine_for(spec, local, ray)  # until it is open, Ctrl-C ends the process at once
+    old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for notice in engine.notices:
             print(notice, flush=True)
@@ -217,22 +219,22 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
             print(f"{spec.folder} is finished: all {state.planned} arrivals are in.")
             return 0
         announce(engine, spec, ray)
-        ended = follow(engine, Path(spec.folder), lambda: bool(caught))
+        end = follow(engine, Path(spec.folder), lambda: bool(caught))
         if caught:
             engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
-        if caught or (ended is not None and ended.kind == "stopped"):
+        if caught or (end is not None and end.kind == "stopped"):
             print(how_to_go_on(spec), flush=True)
-        if ended is None or ended.kind != "failed":
+        if end is None or end.kind != "failed":
             let_all_hear_of_it(engine)
-        if caught or ended is None:
+        if caught or end is None:
             return 128 + caught[0]
     finally:
         engine.close()
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if ended.kind in ("failed", "gave-up"):
-        raise UserError(f"The run has ended: {ended.text}")
-    if ended.kind == "finished":
+    if end.kind in ("failed", "gave-up"):
+        raise UserError(f"The run has ended: {end.text}")
+    if end.kind == "finished":
         print(f"The run's folder: {spec.folder}")
     return 0
 
@@ -244,45 +246,45 @@ def how_to_go_on(spec: "ServeSpec") -> str:
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
-    """Machines come for the last model and leave; those that do not come are not waited for long."""
+    """Waits a while, so that machines can fetch the final model and leave."""
     now = time.monotonic()
-    least, most = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    while (now := time.monotonic()) < least or (now < most and engine.status().machines):
+    earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
+    while (now := time.monotonic()) < earliest or (now < latest and engine.status().machines):
         time.sleep(0.1)
 
 
 def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
     if not engine.address:
         return
-    shown, worker = reachable(engine.address, spec), engine.token("worker")
+    address, worker = reachable(engine.address, spec), engine.token("worker")
     if is_external(spec):
-        print(f"In training scripts:  HELOCO_ADDRESS={shown} HELOCO_TOKEN={worker}", flush=True)
+        print(f"In training scripts:  HELOCO_ADDRESS={address} HELOCO_TOKEN={worker}", flush=True)
     else:
-        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {shown}", flush=True)
+        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {address}", flush=True)
         if ray not in ("auto", "off"):
             print(f"On Ray's nodes:     heloco join ray:{ray.removeprefix('ray:')}", flush=True)
     viewer = engine.token("viewer")
-    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {shown}", flush=True)
+    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {address}", flush=True)
     if spec.listen and not spec.listen.page:
         print('Live page:          needs plotly and jinja2: pip install "heloco[report]"', flush=True)
     elif spec.listen:
         from heloco.cluster.protocol.tokens import parse_token
 
-        print(f"Live page:          {shown}/page?key={parse_token(viewer).secret}", flush=True)
+        print(f"Live page:          {address}/page?key={parse_token(viewer).secret}", flush=True)
     print(f"To control it:      heloco stop {spec.folder} (also pause, unpause, evict, tokens, rollback)", flush=True)
 
 
 def is_external(spec: "ServeSpec") -> bool:
-    """Whether the run trains what training scripts bring: then there is nothing for `heloco join` to train."""
+    """Whether training scripts bring the model of the run. Then `heloco join` cannot train it."""
     import tomllib
 
-    kept = Path(spec.folder) / "config.toml"
-    text = spec.config or (kept.read_text() if kept.exists() else "")
+    config_path = Path(spec.folder) / "config.toml"
+    text = spec.config or (config_path.read_text() if config_path.exists() else "")
     return bool(tomllib.loads(text).get("data", {}).get("task") == "external")
 
 
 def reachable(address: str, spec: "ServeSpec") -> str:
-    """The address as others may call it."""
+    """The gateway's address with a host name that others can use."""
     if spec.listen is None or not spec.listen.names:
         return address
     name = spec.listen.names[0]

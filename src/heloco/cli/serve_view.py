@@ -1,6 +1,6 @@
-"""What `heloco serve` and `heloco status` show: the run, and the machines that take part.
+"""The display of `heloco serve` and `heloco status`: the run, and the machines that take part.
 
-The display reads only what is added to the run's files while it looks: neither its memory nor its start grows with the run."""
+It reads only new lines of the run's files, so neither its memory nor its start-up time grows with the run."""
 
 import math
 import time
@@ -34,16 +34,16 @@ TAIL_BYTES = 1 << 18
 
 
 def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ended | None:
-    """Looks on until the run has ended, and says why it did; None where `stopping` came first."""
+    """Shows the run until it has ended, and returns why. None if `stopping` becomes true first."""
     console = Console()
     view = RunView(folder, console)
     if not console.is_terminal:
         return _look_on(engine, view, stopping, view.tell)
     with Live(console=console, refresh_per_second=4) as live:
-        ended = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
+        end = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
     for table in final_tables(folder):
         console.print(table)
-    return ended
+    return end
 
 
 def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
@@ -54,7 +54,7 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
             view.refresh()
             show(status)
             trouble = ""
-        except Exception as error:  # no descriptor left, a damaged line: the run goes on, and the next look tries again
+        except Exception as error:  # no descriptor left, or a damaged line: the run continues, and the next look tries again
             if str(error) != trouble:
                 trouble = str(error)
                 print(f"What the run has written cannot be shown at the moment: {error}", flush=True)
@@ -95,7 +95,7 @@ class NewRecords(Generic[RecordT]):
 
 
 class RunView:
-    """What the run's folder says, and what is new in it."""
+    """The state of a run from its folder, and what is new in it."""
 
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
@@ -103,7 +103,7 @@ class RunView:
         self._tape: NewRecords[ArrivalRecord] | None = None
         self._evals: NewRecords[EvaluationRecord] | None = None
         self._new_sentences: list[tuple[int, str]] = []
-        """(arrival, what there is to say about it)"""
+        """(arrival, a sentence about it)"""
         self._losses: list[float] = []
         self._machines: dict[str, str] = {}
         self._paused = ""
@@ -127,15 +127,15 @@ class RunView:
 
     def _training_sentence(self, arrival: ArrivalRecord) -> list[tuple[int, str]]:
         """If nothing is evaluated: now and then, what the machines say of their losses."""
-        every, planned = self._settings()
-        if arrival.arrival % every and arrival.arrival != planned:
+        interval, planned = self._settings()
+        if arrival.arrival % interval and arrival.arrival != planned:
             return []
-        recent = self._losses[-every:]
+        recent = self._losses[-interval:]
         loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
         return [(arrival.arrival, f"real {duration(arrival.time_s)}  {loss}")]
 
     def _settings(self) -> tuple[int, int]:
-        """Arrivals between evaluations, and in all."""
+        """(arrivals between evaluations, arrivals in total)"""
         settings = tomllib.loads((self.folder / CONFIG).read_text()).get("run", {})
         planned = int(settings.get("arrivals", 0))
         return int(settings.get("eval_every", 0)) or planned or 1, planned
@@ -162,15 +162,15 @@ class RunView:
         return Group(Panel(Group(bar, facts), title=title, title_align="left"), machines_table(status))
 
     def tell(self, status: Status) -> None:
-        """Elsewhere than on a terminal: a line for whoever comes or goes, for each pause and each evaluation."""
-        here = {m.machine: m.name for m in status.machines if not m.is_away}
-        for machine, name in here.items():
+        """Prints lines, if the output is not a terminal: for machines that come and go, pauses and evaluations."""
+        present = {m.machine: m.name for m in status.machines if not m.is_away}
+        for machine, name in present.items():
             if machine not in self._machines:
-                print(f"{name} is here ({count_machines(len(here))}).", flush=True)
+                print(f"{name} is here ({count_machines(len(present))}).", flush=True)
         for machine, name in self._machines.items():
-            if machine not in here:
-                print(f"{name} is gone ({count_machines(len(here))}).", flush=True)
-        self._machines = here
+            if machine not in present:
+                print(f"{name} is gone ({count_machines(len(present))}).", flush=True)
+        self._machines = present
         paused = status.paused.text if status.paused else ""
         if paused != self._paused:
             self._paused = paused
@@ -190,7 +190,7 @@ def count_machines(count: int) -> str:
 
 
 def machines_table(status: Status) -> RenderableType:
-    """Who is here, what they do, and who contributed lately."""
+    """A table of the present machines, with their rounds and recent contributions."""
     window = status.participation_window
     contributed = (
         f"{len(status.participants)} contributed to the last {window} arrivals" if window else "nobody has contributed yet"

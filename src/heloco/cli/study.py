@@ -1,4 +1,4 @@
-"""`heloco study`: the paper's experiments, run, kept and shown."""
+"""`heloco study`: runs the paper's experiments, and shows their results."""
 
 import argparse
 import signal
@@ -29,7 +29,7 @@ def add_study_flags(parser: Parser) -> None:
     add("--methods", "X,X,…", "only these methods [all]", action="append")
     add("--out", "DIR", "where results and finished runs are kept [results; small: results-small]", type=Path)
     add("--scale", "{paper,small}", "the paper's size, or small: minutes on two CPU cores [paper]", default="paper")
-    add("--device", "TEXT", "cpu, cuda, or auto: a GPU where there is one [auto]", default="auto")
+    add("--device", "TEXT", "cpu, cuda, or auto: a GPU if there is one [auto]", default="auto")
 
 
 def study(parsed: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def study(parsed: argparse.Namespace) -> int:
             "At the paper's scale a study needs text: give --data DIR, a folder with a file or sub-folder per language. "
             "`--scale small` needs none."
         )
-    pick_device(parsed.device)  # a device that is not there is told before the data is prepared
+    pick_device(parsed.device)  # a missing device is reported before the data is prepared
     folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
     folder.check_ours()
     plan = plan_of(parsed, chosen)
@@ -91,7 +91,7 @@ def split_names(texts: list[str] | None, separator: str) -> list[str]:
 
 
 def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
-    """Makes the missing runs, to the end or to a signal; writes and prints what came out."""
+    """Makes the missing runs, to the end or to a signal. Writes and prints the results."""
     import torch
 
     from heloco.engine.build import pick_device
@@ -107,7 +107,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     if missing and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
         refuse_the_cpu(parsed, plan, folder)
     if device.type == "cpu" and parsed.scale == "small":
-        torch.set_num_threads(1)  # the matrices are so small that threads would mostly wait for each other
+        torch.set_num_threads(1)  # threads would mostly wait for each other, because the matrices are small
     console = wide_console()
     finished = len(plan.runs) - len(missing)
     print(f"{plan.study.title}: {len(plan.runs)} runs, {finished} of them there already, on {device.type}.", flush=True)
@@ -116,19 +116,20 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     def stop(caught_now: int, _: FrameType | None) -> None:
         caught.append(caught_now)
 
-    before = {each: signal.signal(each, stop) for each in (signal.SIGINT, signal.SIGTERM)}
+    old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with Watching(len(plan.runs), finished, console) as display:
             run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
     except StopRequested:
-        kept = len(plan.runs) - len(plan.missing(folder.store))
+        finished = len(plan.runs) - len(plan.missing(folder.store))
         print(
-            f"Stopped: {kept} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. The same command goes on."
+            f"Stopped: {finished} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. "
+            "The same command goes on."
         )
         return 128 + caught[0]
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
     for table in write_results(plan, folder):
         console.print(in_terminal(table))
     if not available():
@@ -142,8 +143,9 @@ def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -
 
     missing = plan.missing(folder.store)
     hours = hours_here(missing, "cpu")
-    shown = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
+    hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
     raise UserError(
-        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about {shown} "
-        f"hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu goes ahead all the same."
+        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about "
+        f"{hours_text} hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu "
+        "goes ahead all the same."
     )

@@ -28,12 +28,12 @@ def add_watch_flags(parser: Parser) -> None:
 def watch(parsed: argparse.Namespace) -> int:
     mirrors: list[Mirror] = []
     with contextlib.ExitStack() as stack:
-        folders = [here(run, parsed, stack, mirrors) for run in parsed.runs]
-        return show(parsed, folders, lambda: next((why for mirror in mirrors if (why := mirror.lost())), ""))
+        folders = [local_folder(run, parsed, stack, mirrors) for run in parsed.runs]
+        return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.lost())), ""))
 
 
-def here(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
-    """The run's folder; of one that is served elsewhere, a folder that is kept like it."""
+def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
+    """The run's folder, or a local copy of it if the run is served elsewhere."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
     from heloco.cli.mirror import Mirror
@@ -62,7 +62,8 @@ def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[],
 
 
 def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int:
-    """One panel per run, redrawn as it grows; elsewhere than on a terminal a line per evaluation. `lost` says why to give up."""
+    """One panel per run, redrawn as it grows. If the output is not a terminal, one line per
+    evaluation. `lost` returns a reason to give up, or an empty text."""
     import time
 
     from rich.console import Console, Group
@@ -71,12 +72,12 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
     from heloco.report.terminal import Progress, tables
 
     console = Console()
-    shown = [Progress(run.summary, run.facts, run.planned or run.summary.arrivals, console) for run in runs]
+    displays = [Progress(run.summary, run.facts, run.planned or run.summary.arrivals, console) for run in runs]
     printed = [0] * len(runs)
 
     def look() -> bool:
-        """Takes in what is new; whether a run is still going."""
-        for i, (run, progress) in enumerate(zip(runs, shown, strict=True)):
+        """Reads what is new. True if a run is still going."""
+        for i, (run, progress) in enumerate(zip(runs, displays, strict=True)):
             run.refresh()
             progress.summary = run.summary
             if not console.is_terminal:
@@ -89,11 +90,11 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
         return going
 
     if console.is_terminal:
-        with Live(Group(*(p.panel() for p in shown)), console=console, refresh_per_second=4) as live:
+        with Live(Group(*(p.panel() for p in displays)), console=console, refresh_per_second=4) as live:
             while look():
-                live.update(Group(*(p.panel() for p in shown)))
+                live.update(Group(*(p.panel() for p in displays)))
                 time.sleep(0.5)
-            live.update(Group(*(p.panel() for p in shown)))
+            live.update(Group(*(p.panel() for p in displays)))
     else:
         while look():
             time.sleep(0.5)

@@ -1,7 +1,7 @@
 """The events of a run on real machines, as its journal keeps them.
 
-`Join`, `Part`, `Dispatch`, `Abandon`, `Receive`, `Pause` and `Resume`. Following them in their order gives the run's state:
-a restart does that from the last checkpoint on, a replay from the first. Codes (`kind`) are for programs, `text` is for people.
+`Join`, `Part`, `Dispatch`, `Abandon`, `Receive`, `Pause` and `Resume`. Applying them in order gives the run's state: a restart
+does so from the last checkpoint on, a replay from the first. Codes (`kind`) are for programs, `text` is for people.
 """
 
 from typing import Literal, TypeAlias
@@ -13,28 +13,28 @@ AbandonKind = Literal[
     "given-back", "too-stale", "lost", "expired", "not-finite", "start-gone", "stopped", "evicted", "rolled-back"
 ]
 WASTED: frozenset[AbandonKind] = frozenset({"given-back", "lost", "expired", "not-finite"})
-"""Rounds that came to nothing because of the machine that held them."""
+"""Kinds of abandoned rounds that count against the machine that held them."""
 PauseKind = Literal["space", "machines", "participation", "admin"]
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True):
     time_s: float
-    """The run's own clock, which stands still while the synchronizer is down."""
+    """Time on the run's own clock, which stands still while the synchronizer is down."""
 
 
 class Join(_Event, frozen=True, kw_only=True, tag="join"):
-    """A machine came, or came back under the id it had."""
+    """A machine joined, or came back under its old id."""
 
     machine: str
     seat: int | None
     secret_hash: str
-    """SHA-256 of the secret by which the machine proves to be itself."""
+    """SHA-256 of the machine's secret."""
     token: str = ""
-    """The id of the token it showed; empty over Ray and in this process."""
+    """Id of the token that it showed; empty for links over Ray or inside the process."""
 
 
 class Part(_Event, frozen=True, kw_only=True, tag="part"):
-    """A machine is no longer here."""
+    """A machine left the run, or was removed from it."""
 
     machine: str
     kind: PartKind
@@ -48,11 +48,11 @@ class Dispatch(_Event, frozen=True, kw_only=True, tag="dispatch"):
     steps: int
     machine: str
     start_digest: str
-    """xxh3-128 of the file with the parameters that the round begins with."""
+    """xxh3-128 of the round's start file."""
 
 
 class Abandon(_Event, frozen=True, kw_only=True, tag="abandon"):
-    """A round came to nothing: its data is handed out again."""
+    """A round ended without a contribution. Its data is handed out again."""
 
     worker: int
     round: int
@@ -69,7 +69,7 @@ class Receive(_Event, frozen=True, kw_only=True, tag="receive"):
     machine: str
     bytes: int
     digest: str
-    """xxh3-128 of the file with its tensors."""
+    """xxh3-128 of the file with the contribution's tensors."""
     loss: float | None
     last_loss: float | None
     samples: int

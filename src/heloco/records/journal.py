@@ -1,15 +1,16 @@
-"""The journal of a run on real machines: what happened, written down before it counts.
+"""The journal of a run on real machines: a write-ahead log of its events.
 
     journal/events-POSITION.jsonl     segments of one long file of lines, named by the byte at which they begin in it
     journal/NUMBER.safetensors        the tensors of a contribution, under the number of its `Receive` event
     journal/acknowledged              the number of the last event that was durable when a contribution was acknowledged
 
-A line is an event with its number and a seal over itself and the seal before, taken over the bytes that are written: an edited,
-missing or exchanged line is found. A segment begins with a line of its own that says where the chain stands, so that reading can
-begin at any segment: a restart reads from the last checkpoint on, whatever the length of the run.
+A line is an event with its number and a seal: a hash over the line's bytes and the previous seal.
+So an edited, missing or exchanged line is detected. A segment begins with a header line that holds
+the state of the chain, so that reading can begin at any segment. A restart reads from the last
+checkpoint on, whatever the length of the run.
 
-Contributions are taken one at a time, and each is durable before it is acknowledged. So whatever is wrong with lines after the
-acknowledged one was never promised to anybody, and is cut off; what is wrong before it is reported.
+Contributions are recorded one at a time, and each is durable before it is acknowledged. Damaged lines after the last acknowledged
+event were never promised to anybody, and are cut off. Damage before it is reported.
 """
 
 import contextlib
@@ -22,19 +23,19 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from heloco.disk import forget_cached, make_durable, make_folder_durable
+from heloco.disk import drop_cached_pages, make_durable, make_folder_durable
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import Event
 
 FOLDER = "journal"
 SEGMENT_BYTES = 4 << 20
-"""A segment that has grown to this size is followed by the next."""
+"""When a segment has grown to this size, the next one is begun."""
 _SEAL_FIELD = b',"seal":"'
 _decode_event = msgspec.json.Decoder(Event).decode
 
 
 class Mark(Struct, frozen=True):
-    """A place in the journal: after the event `number`, where its lines are `position` bytes long and the last seal is `seal`."""
+    """A place in the journal: after event `number`, at byte `position`, with `seal` as the last seal."""
 
     number: int = 0
     position: int = 0
@@ -42,62 +43,62 @@ class Mark(Struct, frozen=True):
 
 
 class _Header(Struct, frozen=True, forbid_unknown_fields=True):
-    """A segment's first line: where the chain stood when it was begun."""
+    """A segment's first line: the place in the journal at which the segment begins."""
 
     segment: Mark
 
 
 class JournalDamaged(UserError):
-    """A line is not what was written. `good` is the place before it."""
+    """A line differs from what was written. `last_good` is the place before it."""
 
-    def __init__(self, path: Path, good: Mark) -> None:
+    def __init__(self, path: Path, last_good: Mark) -> None:
         super().__init__(
-            f"{path}: the line of event {good.number + 1} was edited, or lines before it are missing. Restore the file from a "
-            f"copy, or return to what is left with `heloco rollback {path.parent.parent}`."
+            f"{path}: the line of event {last_good.number + 1} was edited, or lines before it are missing. Restore the file from "
+            f"a copy, or return to what is left with `heloco rollback {path.parent.parent}`."
         )
-        self.good = good
+        self.last_good = last_good
 
 
 class JournalTaken(RunStopped):
-    """Somebody else changed the journal while the run was going on."""
+    """Another process changed the journal while the run was being served."""
 
 
 # ---- reading
 
 
 def segments(folder: Path) -> list[tuple[int, Path]]:
-    """(first byte, path) of each segment, in their order."""
+    """(first byte, path) of each segment, in order."""
     paths = sorted(folder.glob("events-" + "[0-9]" * 15 + ".jsonl"))
     return [(int(path.stem.removeprefix("events-")), path) for path in paths]
 
 
 def contribution_path(folder: Path, number: int) -> Path:
-    """Where the tensors of the `Receive` event with this number are."""
+    """Path of the tensors of the `Receive` event with this number."""
     return folder / f"{number:012d}.safetensors"
 
 
 def contribution_numbers(folder: Path) -> list[int]:
-    """The numbers of the events whose tensors are still there, in their order."""
+    """The numbers of the events whose tensors still exist, in order."""
     return sorted(int(path.stem) for path in folder.glob("[0-9]" * 12 + ".safetensors") if path.is_file())
 
 
 def first_mark(folder: Path) -> Mark:
-    """Where the oldest segment that is still there begins."""
+    """The place at which the oldest existing segment begins."""
     marks = (_header_of(path) for _, path in segments(folder))
     return next((mark for mark in marks if mark is not None), Mark())
 
 
 def _header_of(path: Path) -> Mark | None:
-    """Where a segment says that it begins; None where it does not."""
+    """The place in a segment's header; None if the header is damaged."""
     with path.open("rb") as file, contextlib.suppress(msgspec.MsgspecError):
         return msgspec.json.decode(file.readline(), type=_Header).segment
     return None
 
 
 def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event, Mark]]:
-    """The events after `since` (None: all that are there), each with the place after it, every line checked.
+    """The events after `since` (by default all that exist), each with the place after it. Every line is checked.
 
-    A last line without its end, as a kill leaves it, is left out. A damaged one is a `JournalDamaged`."""
+    An incomplete last line, which a kill may leave, is skipped. A damaged line raises `JournalDamaged`."""
     mark = first_mark(folder) if since is None else since
     files = segments(folder)
     if since is not None and files and not _reaches(folder, files, mark):
@@ -108,8 +109,8 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
             continue
         if base > mark.position:
             raise JournalDamaged(path, mark)
-        for event, after in _read_segment(path, base, mark, is_last=following is None):
-            mark = after
+        for event, mark_after in _read_segment(path, base, mark, is_last=following is None):
+            mark = mark_after
             if event is not None:
                 yield event, mark
 
@@ -166,8 +167,8 @@ def _checked_line(line: bytes, mark: Mark, path: Path) -> tuple[Event, Mark]:
     return event, Mark(mark.number + 1, mark.position + len(line), seal)
 
 
-def _seal(before: str, body: bytes) -> str:
-    return hashlib.blake2b(before.encode() + body, digest_size=6).hexdigest()
+def _seal(previous: str, body: bytes) -> str:
+    return hashlib.blake2b(previous.encode() + body, digest_size=6).hexdigest()
 
 
 def segment_name(position: int) -> str:
@@ -181,18 +182,18 @@ def segment_name(position: int) -> str:
 class Journal:
     """The journal of the run in the folder `run`, open for writing.
 
-    Opening it reads what comes after `since`, cuts off what was never acknowledged and is not whole, and refuses a journal that
-    has lost something that was."""
+    Opening it checks the events after `since` and cuts off damaged events that were never acknowledged. It raises UserError if
+    acknowledged events are missing."""
 
     def __init__(self, run: Path, since: Mark | None = None, *, may_begin_at_mark: bool = False) -> None:
-        """`may_begin_at_mark`: what came before is known to be lost, and the journal goes on without it."""
+        """`may_begin_at_mark`: the events before `since` are known to be lost, and the journal continues without them."""
         since = since or Mark()
         self.folder = run / FOLDER
         self.folder.mkdir(exist_ok=True)
         self._folder_handle = os.open(self.folder, os.O_RDONLY)
         self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
         self.acknowledged = self._read_acknowledged()
-        """The number of the last event that was durable when a contribution was acknowledged; -1: that is not known."""
+        """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
         self._file = -1
         try:
             if since.number and not may_begin_at_mark:
@@ -222,15 +223,15 @@ class Journal:
     def _find_end(self, since: Mark) -> Mark:
         for _, path in segments(self.folder):
             with path.open("rb") as file:
-                forget_cached(file.fileno())
+                drop_cached_pages(file.fileno())
         end = since
         try:
             for _, mark in read_events(self.folder, since):
                 end = mark
         except JournalDamaged as damage:
-            if damage.good.number < self.acknowledged or self.acknowledged < 0:
+            if damage.last_good.number < self.acknowledged or self.acknowledged < 0:
                 raise
-            end = damage.good  # what comes after it was never acknowledged
+            end = damage.last_good  # later events were never acknowledged
         if end.number < self.acknowledged:
             raise UserError(
                 f"{self.folder} is cut short: it reaches to event {end.number}, and event {self.acknowledged} was acknowledged. "
@@ -256,7 +257,7 @@ class Journal:
 
     def _begin_segment(self) -> None:
         if self._file >= 0:
-            make_durable(self._file, self._path)  # a later fsync reaches only the new segment
+            make_durable(self._file, self._path)  # a later fsync covers only the new segment
             os.close(self._file)
             self._file = -1
         self._base, self._path = self.end.position, self.folder / segment_name(self.end.position)
@@ -270,7 +271,8 @@ class Journal:
         self.end = Mark(self.end.number, self.end.position + len(line), self.end.seal)
 
     def append(self, event: Event) -> int:
-        """Writes an event and gives its number. It is durable after the next `make_durable`. On an error nothing of it stays."""
+        """Writes an event and returns its number. It is durable after the next `make_durable`.
+        After an error nothing of it remains."""
         self._check_ours()
         if self.end.position - self._base > SEGMENT_BYTES:
             self._begin_segment()
@@ -293,22 +295,22 @@ class Journal:
             raise
 
     def _check_ours(self) -> None:
-        """Whether the file is still the one that was opened, as long as it was left.
+        """Checks that no other process has changed the file.
 
-        1. Somebody removes or replaces the file: what was written is still in the open one, and is put back.
-        2. Somebody cuts or edits it: what was acknowledged is only in this process's memory any more; the run must stop."""
+        1. If the file was removed or replaced, its content is still in the open file, and is put back.
+        2. If it was cut or extended, acknowledged events may exist only in this process's memory: the run must stop."""
         size = self.end.position - self._base
-        opened = os.fstat(self._file)
-        if opened.st_size != size:
+        info = os.fstat(self._file)
+        if info.st_size != size:
             raise JournalTaken(
-                f"{self._path} was changed by somebody else while the run was going on ({opened.st_size} bytes instead of "
+                f"{self._path} was changed by another process during the run ({info.st_size} bytes instead of "
                 f"{size}), so the run stops. Its state was saved: leave the journal alone and serve the run again."
             )
         try:
-            in_place = os.path.samestat(self._path.stat(), opened)
+            is_in_place = os.path.samestat(self._path.stat(), info)
         except FileNotFoundError:
-            in_place = False
-        if not in_place:
+            is_in_place = False
+        if not is_in_place:
             self._put_back(size)
 
     def _put_back(self, size: int) -> None:
@@ -325,51 +327,51 @@ class Journal:
         self._file = copy
 
     def make_durable(self, tensors: int | None = None) -> None:
-        """Makes all events durable, and before them the open file `tensors` of the last contribution."""
+        """Makes all events durable, after the open file `tensors` of the last contribution, if given."""
         if tensors is not None:
             make_durable(tensors, contribution_path(self.folder, self.end.number))
             make_durable(self._folder_handle, self.folder)
         make_durable(self._file, self._path)
 
     def acknowledge(self, number: int) -> None:
-        """The event is durable and is about to be acknowledged."""
+        """Notes that the event is durable, just before it is acknowledged."""
         os.pwrite(self._acknowledged_handle, b"%020d\n" % number, 0)
         self.acknowledged = number
 
     # ---- tensors of contributions
 
     def take_in(self, upload: Path) -> Path:
-        """Moves a file to where the tensors of the next event belong."""
+        """Moves a file to the path for the tensors of the next event."""
         path = contribution_path(self.folder, self.end.number + 1)
         upload.rename(path)
         self._bytes_kept += path.stat().st_size
         return path
 
     def give_back(self, path: Path, upload: Path) -> None:
-        """Undoes `take_in` where the event could not be written."""
+        """Undoes `take_in` if the event could not be written."""
         self._bytes_kept -= path.stat().st_size
         path.rename(upload)
 
     def remove_orphans(self) -> None:
-        """Tensor files without an event: their contributions were never acknowledged."""
+        """Removes tensor files without an event. Their contributions were never acknowledged."""
         for number in contribution_numbers(self.folder):
             if number > self.end.number:
                 contribution_path(self.folder, number).unlink()
 
     def prune(self, until: Mark, budget_bytes: float) -> bool:
-        """Removes what a checkpoint at `until` stands for if the journal is larger than its budget: tensors first, then segments.
+        """If the journal is larger than its budget, removes what a checkpoint at `until` covers: tensors first, then segments.
 
-        Whether anything was removed: a replay can then no longer begin at the first event."""
+        True if anything was removed. A replay can then no longer begin at the first event."""
         if self._bytes_kept <= budget_bytes:
             return False
-        before = self._bytes_kept
+        bytes_before = self._bytes_kept
         for number in contribution_numbers(self.folder):
             if number <= until.number:
                 self._remove(contribution_path(self.folder, number))
         for (_, path), (following, _) in itertools.pairwise(segments(self.folder)):
             if following <= until.position and self._bytes_kept > budget_bytes:
                 self._remove(path)
-        return self._bytes_kept < before
+        return self._bytes_kept < bytes_before
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(FileNotFoundError):

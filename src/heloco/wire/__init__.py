@@ -1,1 +1,1 @@
-"""Tensors as bytes, and back: what a round's start and a contribution are in files and on the wire."""
+"""Tensors to bytes and back: the form of a round's start and of a contribution, in files and on the wire."""

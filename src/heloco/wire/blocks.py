@@ -1,7 +1,7 @@
-"""The names under which a model's blocks travel: the one place where they are spelt.
+"""The names under which a model's blocks travel. They are spelled here and nowhere else.
 
-start          parameter.0, parameter.1, …, buffer.0, …         what a round begins with; a run's model
-contribution   pseudo_gradient.0, …, buffer.0, …                what comes back
+start          parameter.0, parameter.1, …, buffer.0, …         the tensors that a round begins with
+contribution   pseudo_gradient.0, …, buffer.0, …                the tensors that a machine sends back
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +33,9 @@ def name_contribution(pseudo_gradient: Iterable[Tensor], buffers: Iterable[Tenso
     return name_blocks(PSEUDO_GRADIENT, pseudo_gradient) | name_blocks(BUFFER, buffers)
 
 
-def blocks_of(kind: str, named: Mapping[str, Tensor]) -> list[Tensor]:
-    """The tensors of one kind, in the order of their numbers."""
-    return [named[block_name(kind, index)] for index in range(count_blocks(kind, named))]
+def blocks_of(kind: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of one kind, ordered by index."""
+    return [tensors[block_name(kind, index)] for index in range(count_blocks(kind, tensors))]
 
 
 def count_blocks(kind: str, names: Iterable[str]) -> int:

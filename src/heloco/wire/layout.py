@@ -1,7 +1,7 @@
-"""Tensors as safetensors, a block at a time: what a round and a contribution are on the wire, in the journal and in checkpoints.
+"""Tensors as safetensors files, one block at a time, for the wire, the journal and checkpoints.
 
-A layout knows its file's header to the byte. So a file that was sent is believed only if it begins with exactly that header and
-has exactly that size; nothing of it is parsed before. It is then read as views of the file, without a copy in memory.
+A layout knows its file's header to the byte. A file from outside is accepted only if it begins with exactly that header and has
+exactly that size, so nothing from outside is ever parsed. Its tensors are then views of the file, without a copy in memory.
 """
 
 import contextlib
@@ -27,48 +27,48 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-LARGEST_SIZE = 1 << 62
-"""Elements that a shape may have, not counting its zeros: beyond it torch's own arithmetic overflows."""
-AT_ONCE = 1 << 24
-"""Bytes of a tensor that are handed on at once."""
+ELEMENT_LIMIT = 1 << 62
+"""A shape may have fewer elements than this, not counting dimensions of 0. Above it torch's own arithmetic overflows."""
+PIECE_BYTES = 1 << 24
+"""A tensor is handed on in pieces of at most this many bytes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, dtypes and shapes of a file's tensors in its order: wide ones first, so that each lies at a multiple of its size."""
+    """Names, dtypes and shapes of a file's tensors, in file order. Wide dtypes come first, for alignment."""
 
     entries: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, named: Mapping[str, Tensor]) -> "Layout":
-        for name, tensor in named.items():
+    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+        for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold.")
-        found = sorted(named.items(), key=lambda item: -item[1].element_size())  # stable: otherwise the given order
-        return cls(tuple((name, DTYPES[t.dtype], tuple(t.shape)) for name, t in found))
+        ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())  # stable: otherwise the given order
+        return cls(tuple((name, DTYPES[t.dtype], tuple(t.shape)) for name, t in ordered))
 
     @classmethod
     def in_file(cls, path: Path) -> "Layout":
-        """Of a file of ours."""
+        """The layout of a file that this package wrote."""
         with path.open("rb") as file:
             table = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         table.pop("__metadata__", None)
-        found = sorted(table.items(), key=lambda item: item[1]["data_offsets"])
-        return cls(tuple((name, entry["dtype"], tuple(entry["shape"])) for name, entry in found))
+        ordered = sorted(table.items(), key=lambda item: item[1]["data_offsets"])
+        return cls(tuple((name, entry["dtype"], tuple(entry["shape"])) for name, entry in ordered))
 
     @classmethod
     def from_json(cls, entries: Any) -> "Layout":
-        """From what came out of `as_json` elsewhere; a ValueError where it is nothing of the kind."""
+        """The inverse of `as_json`. Raises ValueError for anything else."""
         try:
-            made = cls(tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in entries))
-            if any(n < 0 for _, _, shape in made.entries for n in shape) or len(made.names) != len(set(made.names)):
+            layout = cls(tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in entries))
+            if any(n < 0 for _, _, shape in layout.entries for n in shape) or len(layout.names) != len(set(layout.names)):
                 raise ValueError
-            if any(math.prod(n or 1 for n in shape) >= LARGEST_SIZE for _, _, shape in made.entries):
+            if any(math.prod(n or 1 for n in shape) >= ELEMENT_LIMIT for _, _, shape in layout.entries):
                 raise ValueError
-            made.header  # noqa: B018 - refuses an unknown dtype
-            return made
+            layout.header  # noqa: B018 - refuses an unknown dtype
+            return layout
         except (TypeError, ValueError, KeyError, OverflowError):
-            raise ValueError("that is no list of names, dtypes and shapes.") from None
+            raise ValueError("it is not a list of names, dtypes and shapes.") from None
 
     def as_json(self) -> list[list[Any]]:
         return [[name, dtype, list(shape)] for name, dtype, shape in self.entries]
@@ -79,15 +79,15 @@ class Layout:
 
     @cached_property
     def spans(self) -> list[tuple[int, int]]:
-        """(first byte, bytes) of each tensor, behind the header."""
-        found, at = [], 0
+        """(first byte, size in bytes) of each tensor, counted from the end of the header."""
+        spans, at = [], 0
         for _, dtype, shape in self.entries:
             count = 1
             for n in shape:
                 count *= n
-            found.append((at, count * _BY_NAME[dtype].itemsize))
-            at += found[-1][1]
-        return found
+            spans.append((at, count * _BY_NAME[dtype].itemsize))
+            at += spans[-1][1]
+        return spans
 
     @cached_property
     def header(self) -> bytes:
@@ -101,23 +101,23 @@ class Layout:
 
     @cached_property
     def size(self) -> int:
-        """The whole file's bytes."""
+        """Size of the whole file in bytes."""
         return len(self.header) + (sum(self.spans[-1]) if self.spans else 0)
 
     @cached_property
     def digest(self) -> str:
-        """Two machines with the same one have models of the same blocks."""
+        """Equal for two models if and only if their blocks have the same names, dtypes and shapes."""
         return hashlib.sha256(self.header).hexdigest()[:16]
 
     def untrainable(self) -> str:
-        """In words, the first parameter whose dtype no outer rule can move; empty where there is none."""
+        """A sentence about the first parameter whose dtype no outer rule can train; empty if there is none."""
         for name, dtype, _ in self.entries:
             if name.startswith("parameter.") and _BY_NAME[dtype] not in TRAINABLE:
                 return f"{name} is {_BY_NAME[dtype]}: {CAN_BE_TRAINED}"
         return ""
 
     def difference(self, other: "Layout") -> str:
-        """In words, where the other one first differs; empty where it does not."""
+        """A sentence about the first difference from the other layout; empty if they are equal."""
         ours, theirs = {n: (d, s) for n, d, s in self.entries}, {n: (d, s) for n, d, s in other.entries}
         for name, (dtype, shape) in ours.items():
             if name not in theirs:
@@ -128,25 +128,25 @@ class Layout:
 
 
 def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Iterator[memoryview]:
-    """The file of these tensors, piece by piece; given without names they must come in the layout's order, each whole or in
-    several flat parts."""
+    """The bytes of the file with these tensors, piece by piece. Tensors without names must come in the
+    layout's order, each whole or in several flat parts."""
     yield memoryview(layout.header)
     ordered = (tensors[name] for name in layout.names) if isinstance(tensors, Mapping) else iter(tensors)
     for (name, dtype, _), (_, size) in zip(layout.entries, layout.spans, strict=True):
-        left = size
-        while left or size == 0:
+        remaining = size
+        while remaining or size == 0:
             tensor = next(ordered)
-            left -= tensor.numel() * tensor.element_size()
-            assert DTYPES[tensor.dtype] == dtype and left >= 0, f"{name} is not as the layout has it"
+            remaining -= tensor.numel() * tensor.element_size()
+            assert DTYPES[tensor.dtype] == dtype and remaining >= 0, f"{name} is not as the layout has it"
             if size == 0:
                 break
             raw: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            for at in range(0, len(raw), AT_ONCE):
-                yield raw[at : at + AT_ONCE]
+            for at in range(0, len(raw), PIECE_BYTES):
+                yield raw[at : at + PIECE_BYTES]
 
 
 def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor], hashed: Any = None) -> None:
-    """`file` must be unbuffered; `hashed` gets every piece too."""
+    """Writes the tensors to an unbuffered file. `hashed` is a digest that is updated with every piece."""
     for piece in pieces(layout, tensors):
         write_all(file, piece)
         if hashed is not None:
@@ -154,7 +154,7 @@ def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterab
 
 
 def view(layout: Layout, content: Any) -> dict[str, Tensor]:
-    """The tensors of a file in a writable buffer, as views of it. Its header must have been compared."""
+    """The tensors of a file in a writable buffer, as views of it. The caller has compared the header."""
     begin = len(layout.header)
     return {
         name: (
@@ -167,12 +167,12 @@ def view(layout: Layout, content: Any) -> dict[str, Tensor]:
 
 
 class Stored(Mapping[str, Tensor]):
-    """The tensors of a file of ours, each read when it is asked for: a model is never in memory twice."""
+    """The tensors of a file that this package wrote. Each is read on access, so a model is never in memory twice."""
 
     def __init__(self, path: Path) -> None:
         self.layout = Layout.in_file(path)
-        whole = zip(self.layout.names, self.layout.entries, self.layout.spans, strict=True)
-        self._at = {name: (entry, span) for name, entry, span in whole}
+        rows = zip(self.layout.names, self.layout.entries, self.layout.spans, strict=True)
+        self._at = {name: (entry, span) for name, entry, span in rows}
         with path.open("rb") as file:
             self._begin = 8 + int.from_bytes(file.read(8), "little")
             self._file = os.dup(file.fileno())
@@ -181,14 +181,14 @@ class Stored(Mapping[str, Tensor]):
         (_, dtype, shape), (at, size) = self._at[name]
         if not size:
             return torch.empty(shape, dtype=_BY_NAME[dtype])
-        made = torch.empty(shape, dtype=_BY_NAME[dtype])
-        room: memoryview = made.reshape(-1).view(torch.uint8).numpy().data
-        done = 0
-        while done < size:
-            if not (more := os.preadv(self._file, [room[done:]], self._begin + at + done)):
+        tensor = torch.empty(shape, dtype=_BY_NAME[dtype])
+        room: memoryview = tensor.reshape(-1).view(torch.uint8).numpy().data
+        bytes_read = 0
+        while bytes_read < size:
+            if not (count := os.preadv(self._file, [room[bytes_read:]], self._begin + at + bytes_read)):
                 raise OSError(f"{name} is cut short")
-            done += more
-        return made
+            bytes_read += count
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
@@ -201,11 +201,11 @@ class Stored(Mapping[str, Tensor]):
             os.close(self._file)
 
 
-def mapped(file: Path | int, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a file, or of one that is open, as views of it. What is written to them stays in this process."""
+def map_tensors(file: Path | int, layout: Layout) -> dict[str, Tensor]:
+    """The tensors of a file or an open descriptor, as views of it. Writes to them stay in this process."""
     if isinstance(file, Path):
-        with file.open("rb") as opened:
-            return mapped(opened.fileno(), layout)
+        with file.open("rb") as handle:
+            return map_tensors(handle.fileno(), layout)
     content = mmap.mmap(file, 0, access=mmap.ACCESS_COPY)
     if len(content) != layout.size or content[: len(layout.header)] != layout.header:
         raise ValueError("the file does not hold the tensors it should")

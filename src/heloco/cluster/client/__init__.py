@@ -1,1 +1,1 @@
-"""A machine's side of a run. It loads no server."""
+"""The machine's side of a run. It imports no server code."""

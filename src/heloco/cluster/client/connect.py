@@ -1,6 +1,6 @@
 """From an address to a link: https://HOST:PORT is a gateway, ray:HOST:PORT or ray://HOST:PORT a Ray cluster.
 
-Only the module that an address needs is loaded. Links are over this room, so they are found by name."""
+Only the module that an address needs is imported. It is found by name, because this room may not import the links."""
 
 import getpass
 import os
@@ -16,19 +16,19 @@ TOKEN, TOKEN_FILE = "HELOCO_TOKEN", "HELOCO_TOKEN_FILE"
 
 
 def connect(address: str, token: str | None = None) -> Any:
-    """A link to the run at this address; it is a `Link` and an `AdminLink`."""
+    """A link to the run at this address. It is both a `Link` and an `AdminLink`."""
     for scheme, (module, name) in LINKS.items():
         if address.startswith(scheme):
             return getattr(import_module(module), name)(address, token or "")
-    raise UserError(f"{address!r} is no address of a run: it begins with https:// (the gateway) or ray: (a Ray cluster).")
+    raise UserError(f"{address!r} is not the address of a run: it must begin with https:// (a gateway) or ray: (a Ray cluster).")
 
 
-def find_token(given: str | None, file: str | Path | None = None, *, may_ask: bool = False) -> str | None:
-    """A token that was given, from a file, or from the environment; asked for where somebody sits there.
+def find_token(token: str | None, file: str | Path | None = None, *, may_ask: bool = False) -> str | None:
+    """The token from the argument, a file or the environment. With `may_ask` the user is asked for it at a terminal.
 
-    What is given on the command line stands in the list of processes, which everybody on the machine can read."""
-    if given:
-        return given
+    Prefer a file or the environment: every user of the machine can read the command line of a process."""
+    if token:
+        return token
     if file := file or (None if os.environ.get(TOKEN) else os.environ.get(TOKEN_FILE)):
         try:
             return Path(file).expanduser().read_text().strip()

@@ -15,7 +15,8 @@ except ImportError as error:
 
 
 class HeLoCoCallback(TrainerCallback):
-    """The options are `heloco.join`'s. Without an address it does nothing."""
+    """Joins a run when the training begins and leaves it at the end. The options are those of
+    `heloco.join`. Without an address it does nothing."""
 
     def __init__(
         self,
@@ -28,17 +29,17 @@ class HeLoCoCallback(TrainerCallback):
         tell: Callable[[str], Any] = print,
     ) -> None:
         self.joined: JoinedLoop | None = None
-        """Where this machine stands in the run, from the beginning of the training on."""
+        """This machine's state in the run; None before the training begins."""
         self._address = address
         self._options: dict[str, Any] = {
             "token": token, "name": name, "reset_optimizer": reset_optimizer, "patience_s": patience_s, "tell": tell,
         }  # fmt: skip
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
-        self.leave()  # of a training that was interrupted
+        self.leave()  # an earlier training may have been interrupted
         joined = join(self._address, kwargs["model"], kwargs["optimizer"], stop_at_end=False, **self._options)
         self.joined = joined.__enter__()
-        atexit.register(self.leave)  # an interrupted Trainer does not say that it ends
+        atexit.register(self.leave)  # an interrupted Trainer does not call on_train_end
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
         if self.joined is not None:
@@ -63,7 +64,7 @@ class HeLoCoCallback(TrainerCallback):
         self.leave()
 
     def leave(self) -> None:
-        """Leaves the run. `joined` still tells how it went."""
+        """Leaves the run. `joined` keeps its last state."""
         atexit.unregister(self.leave)
         if self.joined is not None:
             self.joined.__exit__(None, None, None)

@@ -1,11 +1,12 @@
-"""The engineer's three lines: somebody's own training loop takes part in a run, through hooks on its own optimizer.
+"""`heloco.join`: an existing training loop takes part in a run, through hooks on its optimizer.
 
     with heloco.join(address, model, optimizer):
         for batch in loader:
             loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
 
-The hook counts the optimizer's steps. After as many as the synchronizer asked for, the pseudo-gradient goes out, is acknowledged,
-and the next start comes into the model, in place. All of it happens inside `optimizer.step()`, in the loop's own thread.
+The hook counts the optimizer's steps. After the number of steps that the synchronizer asked for, it sends the pseudo-gradient,
+waits for the acknowledgement, and loads the next start into the model in place. All of this happens inside `optimizer.step()`, in
+the loop's own thread.
 """
 
 import contextlib
@@ -35,18 +36,18 @@ from heloco.finite import all_finite
 from heloco.wire.blocks import PSEUDO_GRADIENT, blocks_of
 
 ADDRESS = "HELOCO_ADDRESS"
-REFUSALS = 3
-"""Rounds in a row that came to NaN or Inf before this machine gives up."""
+NOT_FINITE_LIMIT = 3
+"""After this many rounds in a row with NaN or Inf the machine gives up."""
 CONNECT_TIMEOUT_S = 60.0
-"""Before the first success; the address may be wrong."""
+"""Connect timeout before the first success; the address may be wrong."""
 NO_ROUND = RoundKey(0, 0, 0)
-"""The link fills it in."""
+"""Stands for the round before the first one has begun."""
 
 
 class RunOver(BaseException):
-    """Leads out of the loop when the run has ended; the `with` it belongs to catches it.
+    """Leaves the loop when the run has ended. The `with heloco.join(…)` block catches it.
 
-    It is no `Exception`: a loop that goes on after a batch that failed must not go on after this."""
+    It is not an `Exception`, so that a loop that catches the errors of single batches does not catch it."""
 
     def __init__(self, joined: "JoinedLoop") -> None:
         super().__init__("The run has ended: this leaves the block `with heloco.join(…)`.")
@@ -77,14 +78,14 @@ def join(
 ) -> "JoinedLoop":
     """A context in which the loop's model is trained together with other machines.
 
-    address: of the run, or a link; None: what HELOCO_ADDRESS says; where that is unset too, the loop trains alone as before.
-    optimizer: one or several; of several, a step counts when each of them has stepped.
-    token: None: what HELOCO_TOKEN says, or what is in the file that HELOCO_TOKEN_FILE names.
-    name: of this machine, for the run's tape; None: its host name. A script that is started again is the same machine.
-    reset_optimizer: clear the optimizer's state at every new start; otherwise it stays.
-    stop_at_end: leave the block when the run has ended; otherwise the loop goes on alone.
-    patience_s: how long to try to reach the run again before giving up; at first it is a minute at most.
-    tell: gets a line now and then.
+    address: address of the run, or a link. Default: HELOCO_ADDRESS. If that is not set, the loop trains alone as before.
+    optimizer: one or several. With several, a step counts when each of them has stepped.
+    token: a worker token. Default: HELOCO_TOKEN, or the content of the file named in HELOCO_TOKEN_FILE.
+    name: this machine's name on the run's tape. Default: the host name. A restarted script is the same machine.
+    reset_optimizer: clear the optimizer's state at every new start. By default the state is kept.
+    stop_at_end: leave the block when the run has ended. If False, the loop then continues alone.
+    patience_s: how long to try to reach a run that is out of reach; at most a minute before the first success.
+    tell: called with a line of text for the user now and then.
     """
     options = Options(
         token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s, tell=tell
@@ -101,59 +102,59 @@ def join(
 
 
 def _hookable(optimizer: Any) -> Optimizer:
-    """The torch optimizer itself: accelerate's wrapper is one by name only, and passes each step on."""
+    """The torch optimizer itself. accelerate's wrapper passes each step on to it, but cannot be hooked."""
     while hasattr(optimizer, "optimizer") and type(optimizer).__module__.partition(".")[0] == "accelerate":
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise UserError(f"{type(optimizer).__name__} is no torch optimizer: give the torch.optim.Optimizer that steps the model.")
+        raise UserError(f"{type(optimizer).__name__} is not a torch optimizer: give the one that steps the model.")
     return optimizer
 
 
 @dataclass(frozen=True)
 class _RoundPlan:
-    """What every rank must know of the round that begins, or of the run's end."""
+    """What every rank must know about the round that begins, or about the run's end."""
 
     key: RoundKey = NO_ROUND
     inner_steps: int = 0
     seat: int | None = None
     seats: int = 1
-    ended: str = ""
+    end_reason: str = ""
     clear_optimizer: bool = False
-    """The optimizer's state is of no use any more."""
+    """Whether the optimizer's state must be cleared."""
 
 
 class JoinedLoop:
-    """What `with heloco.join(…)` yields: where this machine stands in the run."""
+    """The value of `with heloco.join(…) as run`: this machine's state in the run."""
 
     def __init__(self, address: "str | Link | None", model: nn.Module, optimizers: list[Optimizer], options: Options) -> None:
         self.arrivals = 0
-        """Contributions of this machine that the run has taken."""
+        """Contributions of this machine that the run has accepted."""
         self._address, self._model, self._optimizers, self._options = address, model, optimizers, options
         self._ranks = Ranks()
         self._client: RunClient | None = None
         self._identity: MachineIdentity | None = None
         self._blocks: ModelBlocks | None = None
         self._start: dict[str, Tensor] = {}
-        """What the round began with: the one copy of the model that is held besides it."""
+        """The start of the round: the only copy of the model in memory besides the model itself."""
         self._plan = _RoundPlan()
-        self._steps = self._refused = 0
-        self._clear_optimizer = self._is_between = False
+        self._steps = self._refused_in_a_row = 0
+        self._clear_optimizer = self._is_exchanging = False
         self._losses: list[Tensor | float] = []
         self._samples = 0
-        self._waited_for = ""
-        self._to_step: set[int] = set()
+        self._last_wait_reason = ""
+        self._pending_optimizers: set[int] = set()
         self._hooks: list[RemovableHandle] = []
 
-    # ---- what a script may want to know
+    # ---- for the script
 
     @property
     def active(self) -> bool:
-        """False where there is no address: the loop trains alone."""
+        """Whether the loop takes part in a run. False without an address: the loop trains alone."""
         return self._address is not None
 
     @property
     def worker(self) -> int:
-        """This machine's number among `workers`; of a spare, of whoever's round it does. It may change after a cut."""
+        """The worker whose rounds this machine does, from 0 to `workers` − 1. It may change after a reconnection."""
         return self._plan.key.worker if self._plan.seat is None else self._plan.seat
 
     @property
@@ -166,20 +167,21 @@ class JoinedLoop:
 
     @property
     def inner_steps(self) -> int:
-        """Steps of the present round; 0 alone."""
+        """Inner steps of the current round; 0 if the loop trains alone."""
         return self._plan.inner_steps
 
     @property
     def waiting(self) -> str:
-        """Why there is no round at the moment."""
+        """Why this machine has no round at the moment; empty if it has one."""
         return self._client.waiting if self._client else ""
 
     @property
     def ended(self) -> bool:
-        return bool(self._plan.ended)
+        return bool(self._plan.end_reason)
 
     def report(self, loss: Tensor | float | None = None, *, samples: int = 0) -> None:
-        """Puts a training loss, and how many samples it is of, on the run's tape: the mean over the round. Before the step."""
+        """Reports a training loss and the samples it covers. The run's tape gets the mean over the
+        round. Call it before the step."""
         if not self.active or self.ended:
             return
         if loss is not None:
@@ -193,27 +195,27 @@ class JoinedLoop:
             return self
         self._ranks = Ranks()
         try:
-            whole = self._ranks.ask(self._connect)
-            self._blocks = ModelBlocks(self._model, whole=whole)
+            include_all = self._ranks.ask(self._connect)
+            self._blocks = ModelBlocks(self._model, include_all=include_all)
             if not any(self._blocks.trained_by(optimizer) for optimizer in self._optimizers):
                 raise UserError("The optimizer moves none of the model's parameters: give the one that trains this model.")
             self._ranks.ask(self._enter_run)
             self._exchange(lambda: None)
             if self.ended:
-                raise self._nothing_to_join(self._plan.ended)
-            self._to_step = {id(optimizer) for optimizer in self._optimizers}
-            hook = torch.compiler.disable(self._stepped)  # type: ignore[no-untyped-call]  # where steps are compiled
+                raise self._nothing_to_join(self._plan.end_reason)
+            self._pending_optimizers = {id(optimizer) for optimizer in self._optimizers}
+            hook = torch.compiler.disable(self._after_step)  # type: ignore[no-untyped-call]  # where steps are compiled
             self._hooks = [optimizer.register_step_post_hook(hook) for optimizer in self._optimizers]
         except BaseException as error:
             self._leave(f"it could not begin: {type(error).__name__}")
             raise
-        self._tell(f"Joined {self._where} as worker {self.worker} of {self.workers}, {self.inner_steps} steps a round.")
+        self._tell(f"Joined {self._run_address} as worker {self.worker} of {self.workers}, {self.inner_steps} steps a round.")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         if self._hooks and not self.ended:
             undone = f"; {self._steps} steps of a round that was not done are given up" if self._steps else ""
-            self._tell(f"Left {self._where} after {self.arrivals} contributions{undone}.")
+            self._tell(f"Left {self._run_address} after {self.arrivals} contributions{undone}.")
         self._leave("its loop ended" if kind is None else f"its loop ended with {kind.__name__}")
         return isinstance(error, RunOver) and error.joined is self
 
@@ -233,7 +235,7 @@ class JoinedLoop:
             self._identity = None
 
     def _connect(self) -> bool:
-        """Reaches the run. Whether it has a task of its own, whose model has every block."""
+        """Connects to the run. True if the run has a built-in task, whose model includes frozen parameters and all buffers."""
         assert self._address is not None
         options = self._options
         link = connect(self._address, find_token(options.token)) if isinstance(self._address, str) else self._address
@@ -258,25 +260,25 @@ class JoinedLoop:
             with self._in_words():
                 if self._client.join().needs_model:
                     self._blocks.check_finite()
-                    self._client.send_model(self._blocks.layout, self._blocks.named(), self._blocks.names)
+                    self._client.send_model(self._blocks.layout, self._blocks.name_tensors(), self._blocks.names)
         except RunEnded as end:
             raise self._nothing_to_join(str(end)) from None
 
     # ---- the hook
 
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.ended:
             self._stop_loop()
             return
-        self._to_step.discard(id(optimizer))
-        if self._to_step:
+        self._pending_optimizers.discard(id(optimizer))
+        if self._pending_optimizers:
             return
-        self._to_step = {id(each) for each in self._optimizers}
+        self._pending_optimizers = {id(each) for each in self._optimizers}
         self._steps += 1
         client = self._client
         if client is not None:
             client.steps = self._steps
-        if self._is_between:  # an exchange was interrupted, and the loop went on: nothing of this round is of use
+        if self._is_exchanging:  # an exchange was interrupted and the loop continued: this round is void
             self._exchange(lambda: None)
         elif self._steps >= self._plan.inner_steps:
             self._exchange(self._hand_in)
@@ -287,19 +289,20 @@ class JoinedLoop:
     def _exchange(self, finish: Callable[[], None]) -> None:
         """Finishes the round, and begins the next one."""
         assert self._blocks is not None
-        self._is_between = True
+        self._is_exchanging = True
         plan = self._ranks.ask(lambda: self._next_plan(finish))
         self._ranks.spread(self._blocks.tensors())
         if plan.clear_optimizer or self._options.reset_optimizer:
             for optimizer in self._optimizers:
                 optimizer.state.clear()
-        self._plan, self._steps, self._is_between = plan, 0, False
+        self._plan, self._steps, self._is_exchanging = plan, 0, False
         self._losses, self._samples = [], 0
-        if plan.ended and self._hooks:
+        if plan.end_reason and self._hooks:
             self._stop_loop()
 
     def _stop_loop(self) -> None:
-        """Again at every step, for a loop that caught it. The hooks stay until the block is left: torch is going through them."""
+        """Called again at every step if the loop catches `RunOver`. The hooks stay until the block
+        is left, because torch is iterating over them."""
         self._leave_run("the run has ended")
         if self._options.stop_at_end:
             raise RunOver(self)
@@ -312,27 +315,27 @@ class JoinedLoop:
         try:
             with self._in_words():
                 finish()
-                self._start = {}  # before the next one comes: there is never more than one
-                taken = self._client.take(self._note_waiting)
-                assert taken is not None
+                self._start = {}  # before the next start arrives, so that there is never more than one in memory
+                taken_round = self._client.take(self._note_waiting)
+                assert taken_round is not None
         except RunEnded as end:
             return self._take_final(str(end))
-        self._waited_for = ""
-        self._blocks.load(taken.start)
-        self._start = taken.start
-        joined, steps = self._client.joined, taken.assignment.inner_steps
-        return _RoundPlan(taken.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
+        self._last_wait_reason = ""
+        self._blocks.load(taken_round.start)
+        self._start = taken_round.start
+        joined, steps = self._client.joined, taken_round.assignment.inner_steps
+        return _RoundPlan(taken_round.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
 
-    def _take_final(self, why: str) -> _RoundPlan:
-        """The run is over. Its model, where it can still be had, is what the script goes on with."""
+    def _take_final(self, reason: str) -> _RoundPlan:
+        """The run has ended. Loads its final model, if that can still be fetched."""
         assert self._client is not None and self._blocks is not None
         if self._hooks:
             model = self._client.final_model()
             if model is not None:
                 self._blocks.load(model)
-            what = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
-            self._tell(f"{why}. After {self.arrivals} contributions from here; {what}.")
-        return _RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, ended=why)
+            outcome = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
+            self._tell(f"{reason}. After {self.arrivals} contributions from here; {outcome}.")
+        return _RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, end_reason=reason)
 
     def _hand_in(self) -> None:
         assert self._client is not None and self._blocks is not None
@@ -340,10 +343,10 @@ class JoinedLoop:
         self._blocks.wait_for_device()
         contribution = self._blocks.contribution(self._start)
         name = f"Round {key.round} of worker {key.worker}"
-        if not all_finite(blocks_of(PSEUDO_GRADIENT, contribution)):  # a buffer may be a mask of −∞
+        if not all_finite(blocks_of(PSEUDO_GRADIENT, contribution)):  # buffers are not checked: one may be a mask of −∞
             self._give_up_as_not_finite(name)
             return
-        self._refused = 0
+        self._refused_in_a_row = 0
         try:
             ack = self._client.hand_in(key, contribution, self._report_losses())
         except NotHeld as reason:
@@ -357,11 +360,12 @@ class JoinedLoop:
     def _give_up_as_not_finite(self, name: str) -> None:
         assert self._client is not None
         self._client.abandon("its model holds NaN or Inf")
-        self._refused += 1
-        self._clear_optimizer = True  # whatever the optimizer remembers is as bad
-        if self._refused >= REFUSALS:
+        self._refused_in_a_row += 1
+        self._clear_optimizer = True  # its state holds NaN or Inf too
+        if self._refused_in_a_row >= NOT_FINITE_LIMIT:
             raise RunStopped(
-                f"{self._refused} rounds in a row came to NaN or Inf here: look at the data and the loss, or lower the lr."
+                f"{self._refused_in_a_row} rounds in a row came to NaN or Inf here: look at the data and the loss, "
+                "or lower the lr."
             )
         self._tell(f"{name} came to NaN or Inf and is given up: a fresh start, and the optimizer's state is cleared.")
 
@@ -377,10 +381,10 @@ class JoinedLoop:
         last = losses[-1] if losses else None
         return ContributionReport(loss=mean, last_loss=last, samples=self._samples, units=self._samples)
 
-    # ---- words
+    # ---- messages
 
     @property
-    def _where(self) -> str:
+    def _run_address(self) -> str:
         return self._address if isinstance(self._address, str) else getattr(self._address, "address", "the run")
 
     def _tell(self, line: str) -> None:
@@ -388,21 +392,21 @@ class JoinedLoop:
             self._options.tell(line)
 
     def _note_waiting(self) -> bool:
-        if self.waiting and self.waiting != self._waited_for:
+        if self.waiting and self.waiting != self._last_wait_reason:
             self._tell(f"Waiting for a round: {self.waiting}.")
-            self._waited_for = self.waiting
+            self._last_wait_reason = self.waiting
         return False
 
-    def _nothing_to_join(self, why: str) -> UserError:
-        return UserError(f"There is nothing to join at {self._where}. {why}")
+    def _nothing_to_join(self, reason: str) -> UserError:
+        return UserError(f"There is nothing to join at {self._run_address}. {reason}")
 
     @contextlib.contextmanager
     def _in_words(self) -> Iterator[None]:
-        """What the run refuses, with the names that the blocks have here."""
+        """Turns a refusal into a UserError, with the block names of this model."""
         try:
             yield
         except Refused as refusal:
             real_names = self._blocks.real_names() if self._blocks is not None else iter(())
             names = {name: f"{kind} {real!r}" for name, kind, real in real_names}
             text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: names.get(match[0], match[0]), refusal.text)
-            raise UserError(f"{self._where} does not take this machine: {text}") from refusal
+            raise UserError(f"{self._run_address} does not take this machine: {text}") from refusal

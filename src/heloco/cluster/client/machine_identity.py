@@ -1,7 +1,7 @@
-"""Who this machine is in a run: its ticket, kept in a file that is locked while its process lives.
+"""This machine's identity in a run: its ticket, in a file that is locked while the process lives.
 
-A worker or a script that is started again comes back as the machine it was: it takes up the round it held, and counts as one
-machine however often it restarts. Two at a time on one host are two machines: the second finds the first place locked.
+A worker or a script that is started again comes back as the same machine: it continues the round it held, and counts as one
+machine however often it restarts. Two processes on one host are two machines: the second one finds the first file locked.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from heloco.places import cache_folder
 
 try:
     import fcntl
-except ImportError:  # not on this system: every start is a new machine
+except ImportError:  # not available on this system: every start is a new machine
     fcntl = None  # type: ignore[assignment]
 
 PLACES = 1024
@@ -23,12 +23,12 @@ PLACES = 1024
 
 class MachineIdentity:
     def __init__(self, run: str | None, name: str) -> None:
-        """`run` None: nothing is kept."""
+        """Without a `run` nothing is stored."""
         self.ticket: Ticket | None = None
-        """What a process before this one had."""
+        """The ticket of the previous process, or None."""
         self._file: int | None = None
         if run is not None and fcntl is not None:
-            with contextlib.suppress(OSError):  # without a place to keep it, it is a new machine each time
+            with contextlib.suppress(OSError):  # without a file, every start is a new machine
                 self._take_place(cache_folder() / "machines" / run, name.replace("/", "_"))
 
     def _take_place(self, folder: Path, name: str) -> None:
@@ -53,7 +53,7 @@ class MachineIdentity:
             os.truncate(self._file, len(content))
 
     def close(self) -> None:
-        """The process leaves its place; the next one to take it is the same machine."""
+        """Unlocks the file. The next process that locks it is the same machine."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,4 +1,4 @@
-"""The part of somebody's own model that takes part in a run: which tensors, under which names, and into and out of them."""
+"""The tensors of a user's model that take part in a run, their names, and copying to and from them."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,60 +14,60 @@ from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
 FROZEN = "heloco.frozen"
-"""The name of a digest that travels as one more buffer, where there are any."""
+"""If there are frozen parameters, their digest travels as one more buffer with this name."""
 
 
 class ModelBlocks:
-    """Trainable parameters, and the buffers that the model would save. Frozen parameters stay at home: they must be the same on
-    every machine, which is checked. Tied parameters are one block. What is trainable is settled here."""
+    """Trainable parameters, and the buffers that the model would save. Frozen parameters are not sent: they must be the same on
+    every machine, which is checked by a digest. Tied parameters are one block. Which parameters are trainable is fixed here."""
 
-    def __init__(self, model: nn.Module, *, whole: bool) -> None:
-        """`whole`: all parameters and all buffers, as a run has them that builds its model itself."""
+    def __init__(self, model: nn.Module, *, include_all: bool) -> None:
+        """`include_all`: all parameters and all buffers, as in a run of a built-in task."""
         model = bare(model)
-        named = {name: _usable(name, p) for name, p in model.named_parameters()}
-        self.parameters = {name: p for name, p in named.items() if whole or p.requires_grad}
+        by_name = {name: _usable(name, p) for name, p in model.named_parameters()}
+        self.parameters = {name: p for name, p in by_name.items() if include_all or p.requires_grad}
         if not self.parameters:
             raise UserError("The model has no trainable parameters: set requires_grad before joining.")
         for name, p in self.parameters.items():
             if p.dtype not in TRAINABLE:
                 raise UserError(f"The parameter {name!r} is {p.dtype}: {CAN_BE_TRAINED} Freeze it, or convert it before joining.")
-        self._frozen = {name: p for name, p in named.items() if name not in self.parameters}
+        self._frozen = {name: p for name, p in by_name.items() if name not in self.parameters}
         self._digest = _digest_of(self._frozen) if self._frozen else None
-        self._buffers = dict(_buffers(model, whole))
+        self._buffers = dict(_buffers(model, include_all))
         try:
-            self.layout = Layout.of(self.named())
+            self.layout = Layout.of(self.name_tensors())
         except ValueError as error:
             kinds = {str(p.dtype): name for name, p in self.parameters.items()}
             raise UserError(f"The model cannot travel: {error} Its dtypes are {', '.join(kinds)}.") from error
 
     @property
     def names(self) -> list[str]:
-        """The blocks' own names, in the order of their numbers."""
+        """The blocks' names in the model, ordered by index."""
         return [*self.parameters, *self._buffers, *([FROZEN] if self._digest is not None else [])]
 
     def real_names(self) -> Iterator[tuple[str, str, str]]:
-        """(name on the wire, parameter or buffer, own name)"""
+        """(name on the wire, "parameter" or "buffer", name in the model)"""
         for kind, names in ((blocks.PARAMETER, list(self.parameters)), (blocks.BUFFER, self.names[len(self.parameters) :])):
             yield from ((blocks.block_name(kind, i), kind, name) for i, name in enumerate(names))
 
     def buffers(self) -> list[Tensor]:
-        """As they are now: a module may put another tensor in a buffer's place."""
-        kept = [module._buffers[key] for module, key in self._buffers.values()]
-        assert all(buffer is not None for buffer in kept), "a buffer of the model is gone"
-        return [buffer for buffer in kept if buffer is not None]
+        """The current buffers. A module may have replaced a buffer by another tensor."""
+        current = [module._buffers[key] for module, key in self._buffers.values()]
+        assert all(buffer is not None for buffer in current), "a buffer of the model is gone"
+        return [buffer for buffer in current if buffer is not None]
 
     def tensors(self) -> Iterator[Tensor]:
         yield from self.parameters.values()
         yield from self.buffers()
 
-    def named(self) -> dict[str, Tensor]:
-        """As a run's model travels."""
+    def name_tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names on the wire."""
         buffers = self.buffers() + ([self._digest] if self._digest is not None else [])
         return blocks.name_start([p.detach() for p in self.parameters.values()], buffers)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        ours = {id(p) for p in self.parameters.values()}
-        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+        block_ids = {id(p) for p in self.parameters.values()}
+        return any(id(p) in block_ids for group in optimizer.param_groups for p in group["params"])
 
     def check_finite(self) -> None:
         for name, parameter in self.parameters.items():
@@ -75,7 +75,7 @@ class ModelBlocks:
                 raise UserError(f"The parameter {name!r} holds NaN or Inf: a run cannot begin with this model.")
 
     def wait_for_device(self) -> None:
-        """Until all steps are done, for an honest pace."""
+        """Waits until all steps are done on the GPU, so that the measured pace is right."""
         device = next(iter(self.parameters.values())).device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -84,7 +84,7 @@ class ModelBlocks:
 
     @torch.no_grad()
     def load(self, start: dict[str, Tensor]) -> None:
-        """Into the model, in place."""
+        """Copies a start into the model, in place."""
         if self._digest is not None and not torch.equal(
             start[blocks.block_name(blocks.BUFFER, len(self._buffers))], self._digest
         ):
@@ -99,7 +99,7 @@ class ModelBlocks:
 
     @torch.no_grad()
     def contribution(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Δ = start − parameters, in the start's own memory, a block at a time: the start is gone then."""
+        """Δ = start − parameters, one block at a time, in the memory of the start, which is consumed."""
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UserError(
@@ -110,19 +110,19 @@ class ModelBlocks:
             block = start.pop(blocks.block_name(blocks.PARAMETER, i))
             pseudo_gradient[blocks.block_name(blocks.PSEUDO_GRADIENT, i)] = block.sub_(parameter.detach().to(block.device))
         for i, (name, buffer) in enumerate(zip(self._buffers, self.buffers(), strict=True)):
-            before = start[blocks.block_name(blocks.BUFFER, i)]
-            if (buffer.shape, buffer.dtype) != (before.shape, before.dtype):
-                was, now = (f"{t.dtype} {list(t.shape)}" for t in (before, buffer))
+            start_buffer = start[blocks.block_name(blocks.BUFFER, i)]
+            if (buffer.shape, buffer.dtype) != (start_buffer.shape, start_buffer.dtype):
+                was, now = (f"{t.dtype} {list(t.shape)}" for t in (start_buffer, buffer))
                 raise UserError(
                     f"The buffer {name!r} was {was} and is now {now}: "
                     "register a buffer that changes its shape with persistent=False, and it stays out of the run."
                 )
-            before.copy_(buffer)
+            start_buffer.copy_(buffer)
         return pseudo_gradient | start
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model itself, out of torch.compile's and data parallelism's wrappers: their prefixes are no part of its names."""
+    """The model without the wrappers of torch.compile and data parallelism, whose prefixes are not part of its names."""
     while True:
         inner: Any = getattr(model, "_orig_mod", None)
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -144,20 +144,21 @@ def _usable(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _buffers(model: nn.Module, whole: bool) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
-    """Where each buffer is; without `whole`, of those that the model would save: others are made from it, or are caches."""
-    seen: set[int] = set()
+def _buffers(model: nn.Module, include_all: bool) -> Iterator[tuple[str, tuple[nn.Module, str]]]:
+    """(name, (module, key)) of each buffer. Without `include_all`, only buffers that the model
+    would save: the others are caches or derived."""
+    buffer_ids: set[int] = set()
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
-            if buffer is None or id(buffer) in seen or not (whole or key not in module._non_persistent_buffers_set):
+            if buffer is None or id(buffer) in buffer_ids or not (include_all or key not in module._non_persistent_buffers_set):
                 continue
-            seen.add(id(buffer))
+            buffer_ids.add(id(buffer))
             yield f"{prefix}.{key}" if prefix else key, (module, key)
 
 
-def _digest_of(named: dict[str, nn.Parameter]) -> Tensor:
-    found = xxhash.xxh3_128()
-    for name, tensor in named.items():
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
+def _digest_of(parameters: dict[str, nn.Parameter]) -> Tensor:
+    digest = xxhash.xxh3_128()
+    for name, parameter in parameters.items():
+        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)};".encode())
+        digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)

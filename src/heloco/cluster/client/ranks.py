@@ -1,4 +1,4 @@
-"""The processes that train one model together with torch.distributed, as one machine of a run."""
+"""An island: the processes that train one model together with torch.distributed, as one machine of a run."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Rank 0 talks to the run for all of them. Without torch.distributed there is just the one."""
+    """Rank 0 talks to the run for all ranks. Without torch.distributed there is one rank."""
 
     def __init__(self) -> None:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -20,7 +20,7 @@ class Ranks:
         self.rank = torch.distributed.get_rank() if together else 0
 
     def ask(self, talk: Callable[[], T]) -> T:
-        """What rank 0 answers, on every rank; what goes wrong there goes wrong everywhere."""
+        """Calls `talk` on rank 0 and returns its result on every rank. An error on rank 0 is raised on every rank."""
         if self.size == 1:
             return talk()
         answer: list[Any] = [None, ""]
@@ -35,8 +35,8 @@ class Ranks:
             raise failure
         if answer[1]:
             raise RunStopped(f"Rank 0 could not go on with the run: {answer[1]}")
-        found: T = answer[0]
-        return found
+        value: T = answer[0]
+        return value
 
     def spread(self, tensors: Iterator[Tensor]) -> None:
         if self.size > 1:

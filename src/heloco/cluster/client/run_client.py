@@ -26,15 +26,15 @@ from heloco.errors import RunStopped, UserError
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+FIRST_PAUSE_S, PAUSE_LIMIT_S = 0.1, 2.0
 PAUSE_SHARE = 1 / 8
-"""Of the time waited so far: a run that is back after three seconds is noticed within the next half second."""
+"""The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
 POLL_S = 10.0
 FINAL_TRIES = 3
 
 
 class RunEnded(Exception):
-    """The run is over; the text says why."""
+    """The run has ended; the text says why."""
 
 
 class StopRequested(Exception):
@@ -42,7 +42,7 @@ class StopRequested(Exception):
 
 
 class NotHeld(Exception):
-    """The round is not this machine's any more: it goes on with a fresh one."""
+    """This machine no longer holds the round. It continues with a fresh one."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TakenRound:
 
 
 class RunClient:
-    """One machine in one run, over any link. Requests that fail are repeated for as long as that makes sense."""
+    """One machine in one run, over any link. Requests that fail are repeated, for at most `patience_s`."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class RunClient:
         stopping: Callable[[], Any] = lambda: False,
         tell: Callable[[str], Any] = print,
     ) -> None:
-        """`layout`: of the machine's own model, where it brings one. `patience_s`: how long to try to reach the run again.
-        `returning`: the ticket it had before; `keep_ticket` is given the one it has now."""
+        """`layout`: blocks of the machine's own model, if it brings one. `patience_s`: how long to try to reach the run again.
+        `returning`: the ticket of an earlier process. `keep_ticket` is called with the current ticket."""
         self.link, self.name, self.layout = link, name, layout
         self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
         self.steps = 0
-        """Inner steps of the present round that are done."""
+        """Inner steps of the current round that are done."""
         self.obsolete_because = ""
-        """Why the present round is not worth going on with; empty where it is."""
+        """Why the current round should be abandoned; empty if it should not."""
         self.waiting = ""
-        """Why there is no round at the moment; empty where there is one."""
+        """Why this machine has no round at the moment; empty if it has one."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
         self._held: RoundKey | None = None
@@ -92,11 +92,11 @@ class RunClient:
     # ---- coming and going
 
     def come_back_as(self, ticket: Ticket | None, keep_ticket: Callable[[Ticket], Any]) -> None:
-        """Before joining: as which machine, and where its ticket is kept."""
+        """Sets the ticket to come back with, and where to store the new one. Call it before `join`."""
         self._returning, self._keep_ticket = ticket, keep_ticket
 
     def describe(self) -> RunInfo:
-        """What there is to join."""
+        """The facts of the run, before joining it."""
         return self._with_retries(self.link.describe)
 
     def join(self) -> Joined:
@@ -106,7 +106,7 @@ class RunClient:
         return joined
 
     def _enter(self) -> Joined:
-        """Joins, or comes back as the machine it was."""
+        """Joins the run, or comes back as the same machine."""
 
         def ask() -> Joined:
             return self.link.join(self.name, returning=self._returning, layout=self.layout)
@@ -127,17 +127,17 @@ class RunClient:
         return self._joined
 
     def leave(self, text: str = "it left") -> None:
-        """Tells the run, if that can be reached at once."""
+        """Leaves the run. If the run cannot be reached at once, it will notice by itself."""
         self._is_leaving.set()
         if self._beats is not None:
             self._beats.join(timeout=10)
-        if self._joined is not None:  # after the end too: then it is known that nobody needs the run's model any more
-            with contextlib.suppress(LinkDown, Refused):  # then the run will notice
+        if self._joined is not None:  # also after the end: the run waits until its machines have the final model
+            with contextlib.suppress(LinkDown, Refused):  # the run will notice by itself
                 self.link.leave(self._joined.ticket, text)
         self.link.close()
 
     def send_model(self, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        """The model a run begins with, if nobody else has sent it first."""
+        """Sends the model of an external run, unless another machine has sent it already."""
         try:
             self._call(lambda ticket: self.link.send_model(ticket, layout, tensors, names))
         except Refused as refusal:
@@ -147,14 +147,14 @@ class RunClient:
     # ---- rounds
 
     def take(self, stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
-        """The next round; None where `stopping` says so first."""
+        """The next round; None if `stopping` becomes true first."""
         while not stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
             answer = self._call(lambda ticket, wait_s=wait_s: self.link.next_round(ticket, wait_s))  # type: ignore[misc]
             self.waiting = answer.text if isinstance(answer, Wait) else ""
             if isinstance(answer, Wait):
                 continue
-            if self.joined.start_layout is None:  # the model came after this machine
+            if self.joined.start_layout is None:  # the run got its model after this machine had joined
                 self._enter()
             self._hold(answer.key)
             try:
@@ -172,7 +172,7 @@ class RunClient:
             self.steps, self.obsolete_because, self._held = 0, "", key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
-        """Sends the contribution until it is acknowledged. `NotHeld`: it came too late, or was refused."""
+        """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
         layout = Layout(self.joined.contribution_layout or ())
         try:
             return self._call(lambda ticket: self.link.hand_in(ticket, key, layout, tensors, report))
@@ -180,7 +180,7 @@ class RunClient:
             self._hold(None)
 
     def final_model(self) -> dict[str, Tensor] | None:
-        """The model of a run that has ended; None where it cannot be had any more: nobody waits long for that."""
+        """The model of a run that has ended; None if it cannot be fetched within a few tries."""
         layout = Layout(self.joined.start_layout or ())
         for _ in range(FINAL_TRIES):
             try:
@@ -196,7 +196,7 @@ class RunClient:
             self._call(lambda ticket: self.link.abandon(ticket, text))
         self._hold(None)
 
-    # ---- asking, again where that is right
+    # ---- requests, repeated if necessary
 
     def _call(self, ask: Callable[[Ticket], T]) -> T:
         while True:
@@ -209,36 +209,38 @@ class RunClient:
                     self._hold(None)
                     raise NotHeld(refusal.text) from None
                 if refusal.code in RESUMED:
-                    continue  # the next try goes on from what has arrived
+                    continue  # the next try continues from the bytes that have arrived
                 if refusal.code not in (Code.UNKNOWN_MACHINE, Code.SECRET):
                     raise
                 self._enter()
 
     def _with_retries(self, ask: Callable[[], T]) -> T:
-        """Again and again while the run cannot be reached or its disk is full, less and less often, up to a limit."""
-        began, last_told = time.monotonic(), ""
+        """Repeats a request while the run is out of reach or its disk is full, with growing pauses, for at most `patience_s`."""
+        began, last_reason = time.monotonic(), ""
         while True:
             try:
                 answer = ask()
-                if last_told:
+                if last_reason:
                     self.tell("The run is back.")
                 return answer
             except LinkDown as error:
-                why = str(error)
+                reason = str(error)
             except Refused as refusal:
                 if refusal.code not in RETRIED_LATER:
-                    if last_told:
+                    if last_reason:
                         self.tell("The run is back.")
                     raise
-                why = refusal.text
+                reason = refusal.text
             waited_s = time.monotonic() - began
             if waited_s > self.patience_s:
-                raise RunStopped(f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({why}): given up.")
-            if why != last_told:
-                self.tell(f"{why} Trying again.")
-                last_told = why
+                raise RunStopped(
+                    f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({reason}): given up."
+                )
+            if reason != last_reason:
+                self.tell(f"{reason} Trying again.")
+                last_reason = reason
             if self._is_leaving.wait(pause_after(waited_s)) or self.stopping():
-                raise StopRequested(why)
+                raise StopRequested(reason)
 
     # ---- signs of life
 
@@ -248,22 +250,22 @@ class RunClient:
             try:
                 answer = self.link.beat(self.joined.ticket, self.steps)
             except (LinkDown, Refused):
-                continue  # whoever asks next will find out
+                continue  # the next request will find out
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
                     self.obsolete_because = _why_obsolete(answer, held)
 
 
 def pause_after(waited_s: float) -> float:
-    """Seconds until the next try at a run that has been out of reach for so long."""
-    return min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
+    """Seconds until the next try, after the run has been out of reach for `waited_s`."""
+    return min(PAUSE_LIMIT_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
 
 
 def _why_obsolete(answer: BeatAnswer, held: RoundKey) -> str:
     if answer.ended is not None and answer.ended.kind != "failed":
         return f"the run has ended: {answer.ended.text}"
     if answer.too_stale:
-        return "its contribution would come too late to be used"
+        return "its contribution would arrive too late to be used"
     if answer.round != held:
         return "it was given to another machine"
     return ""

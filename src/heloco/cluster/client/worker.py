@@ -1,4 +1,4 @@
-"""A machine that works: it trains the run's own task, round after round, until the run ends or somebody stops it."""
+"""The worker loop of `heloco join`: trains the run's task round by round, until the run ends or the user stops it."""
 
 import time
 from collections.abc import Callable
@@ -26,15 +26,15 @@ class Abandoned(Exception):
     """The round was given up between two steps."""
 
 
-def task_of(info: RunInfo, *, progress: Any = None, **here: str | None) -> tuple[Task, RunConfig]:
-    """The run's task, built here; refuses other data. `here`: settings that differ on this machine, such as device, and where
-    data, tokenizer or hf are."""
+def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None) -> tuple[Task, RunConfig]:
+    """Builds the run's task on this machine. Raises UserError if the data here is not the run's. `local_settings` replace
+    settings of the run: the device, and the places of data, tokenizer and hf."""
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
     values = parse_toml(info.config, "the run's config", for_task=True)
-    if here.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
+    if local_settings.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
         values["tokenizer"] = ""  # the model's own
-    values |= {"device": "auto"} | {name: value for name, value in here.items() if value is not None}
+    values |= {"device": "auto"} | {name: value for name, value in local_settings.items() if value is not None}
     task, config = build_task(resolve(with_fields(RunConfig(), values)), progress)
     if task.digest != info.task_digest:
         raise UserError("The data here is not the run's: copy the run's text to this machine and give it with --data DIR.")
@@ -63,7 +63,7 @@ class Worker:
         self._client: RunClient | None = None
 
     def warm_up(self) -> float:
-        """One inner step, so that the first round does not pay for what happens once; the seconds of a second one."""
+        """Makes two inner steps, so that one-time costs do not count in the first round. Returns the seconds of the second."""
         per_step = self._config.inner.windows_per_step
         start = [p.detach().clone() for p in self.inner.model.parameters()]
         buffers = [b.detach().clone() for b in self.inner.model.buffers()]
@@ -75,7 +75,7 @@ class Worker:
         return time.perf_counter() - began
 
     def run(self, link: Link, name: str, run: str | None = None, **options: Any) -> str:
-        """Until the run ends (the answer says why) or a stop is requested (then what became of the round)."""
+        """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round."""
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
@@ -85,10 +85,10 @@ class Worker:
         outcome = "nothing was under way"
         try:
             seat = client.join().seat
-            where = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
-            self.tell(f"Joined {link.address} as {where}, {step_s:.3g} s per step.")
-            while (taken := client.take(lambda: bool(self.stop_requested))) is not None:
-                outcome = self._round(client, taken)
+            role = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
+            self.tell(f"Joined {link.address} as {role}, {step_s:.3g} s per step.")
+            while (taken_round := client.take(lambda: bool(self.stop_requested))) is not None:
+                outcome = self._round(client, taken_round)
                 if self.stop_requested:
                     break
             client.leave(self.stop_requested)
@@ -102,14 +102,14 @@ class Worker:
         finally:
             identity.close()
 
-    def _round(self, client: RunClient, taken: TakenRound) -> str:
-        """One round; what became of it."""
-        worker = taken.key.worker
-        name = f"round {taken.key.round} of worker {worker}"
+    def _round(self, client: RunClient, taken_round: TakenRound) -> str:
+        """Does one round. Returns what became of it."""
+        worker = taken_round.key.worker
+        name = f"round {taken_round.key.round} of worker {worker}"
         try:
-            contribution = self.inner.run([self._as_round(taken)])[0]
+            contribution = self.inner.run([self._as_round(taken_round)])[0]
             tensors = blocks.name_contribution(contribution.pseudo_gradient, contribution.buffers)
-            ack = client.hand_in(taken.key, tensors, _report(contribution))
+            ack = client.hand_in(taken_round.key, tensors, _report(contribution))
             if self.keep_state and ack.verdict != "refused":
                 self._optimizer_states[worker] = contribution.memory
             self.rounds += 1
@@ -128,16 +128,17 @@ class Worker:
             raise Abandoned(reason)
         self._client.steps += 1
 
-    def _as_round(self, taken: TakenRound) -> Round:
-        a, device = taken.assignment, self.inner.device
-        if not a.keeps_state:
-            self._optimizer_states.pop(a.worker, None)
+    def _as_round(self, taken_round: TakenRound) -> Round:
+        assignment, device = taken_round.assignment, self.inner.device
+        if not assignment.keeps_state:
+            self._optimizer_states.pop(assignment.worker, None)
         parameters, buffers = (
-            [tensor.to(device) for tensor in blocks.blocks_of(kind, taken.start)] for kind in (blocks.PARAMETER, blocks.BUFFER)
+            [tensor.to(device) for tensor in blocks.blocks_of(kind, taken_round.start)]
+            for kind in (blocks.PARAMETER, blocks.BUFFER)
         )
         return Round(
-            a.worker, a.round, a.version, a.shard, a.spans, a.inner_steps, a.shard_steps, a.run_steps,
-            parameters, buffers, self._optimizer_states.get(a.worker),
+            assignment.worker, assignment.round, assignment.version, assignment.shard, assignment.spans, assignment.inner_steps,
+            assignment.shard_steps, assignment.run_steps, parameters, buffers, self._optimizer_states.get(assignment.worker),
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The HTTPS gateway: machines outside the cluster, which can only make outbound connections, take part in a run through it.
 
-The service does everything; here is only what a network needs: who may come in, what a message must look like, bytes that go on
-where they were cut. Nothing from outside is unpickled: messages are JSON, tensors are safetensors.
+The service does the work. This room adds what a network needs: authentication, checks of messages, and transfers that continue
+after an interruption. Nothing from outside is unpickled: messages are JSON, tensors are safetensors.
 """
 
 from importlib.util import find_spec

@@ -5,8 +5,8 @@ credentials it is a stranger, and strangers have few places. Then it is admitted
 that no stranger can take. All places together need fewer descriptors than the process may have, so
 that files can always be opened.
 
-When there is no place left, the address that holds the most connections gives one up. So whoever
-opens many of them only pushes out its own.
+When there is no place left, the address that holds the most connections gives one up. So a client
+that opens many connections only pushes out its own.
 """
 
 import ipaddress
@@ -19,21 +19,23 @@ from typing import Any
 from heloco.cluster.gateway.auth import Buckets
 from heloco.errors import UserError
 
-FILES = 192
-"""Descriptors that are kept for files, `calls.DOWNLOADS_BESIDES` among them, and for whatever else the
-process has open."""
-STRANGERS, ADMITTED = 256, 4096
-"""Places, where there are descriptors enough. An open connection takes some 50 KB of memory."""
-SHARE_OF_AN_ADDRESS = 2
-"""One address may hold half of the strangers' places. Many machines behind one router come from one
+RESERVED_DESCRIPTORS = 192
+"""Descriptors reserved for files, which include `calls.SPARE_DOWNLOADS`, and for everything else that
+the process has open."""
+STRANGER_LIMIT, ADMITTED_LIMIT = 256, 4096
+"""At most this many connections of each kind, if there are enough descriptors. An open connection takes
+about 50 KB of memory."""
+ADDRESS_DIVISOR = 2
+"""One address may hold the strangers' places divided by this. Many machines behind one router share an
 address; each needs its place for some hundredths of a second."""
-LEAST = 8
-"""With fewer places for strangers, machines could hardly come in."""
-FIRST_S = 1.0
-"""Seconds in which a stranger does not lose its place to another from its own address."""
-FRUITLESS_PER_S, FRUITLESS_AT_ONCE = 32.0, 1024.0
-"""Connections that one address may open and close without showing credentials: each costs the server
-a TLS handshake. A machine does so once, when it looks at the certificate before it joins."""
+STRANGER_MINIMUM = 8
+"""With fewer places for strangers than this, machines could hardly get in."""
+UNDISTURBED_S = 1.0
+"""For this many seconds a stranger cannot lose its place to another from its own address."""
+FRUITLESS_PER_S, FRUITLESS_BURST = 32.0, 1024.0
+"""How many connections one address may open and close without showing credentials. Each costs the
+server a TLS handshake. A machine makes one such connection, to look at the certificate before it
+joins."""
 ADMIT = "heloco.admit"
 """The extension of a request's scope by which its connection is admitted."""
 
@@ -47,22 +49,24 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Places:
     """How many connections may be open at once."""
 
-    strangers: int = STRANGERS
-    strangers_per_address: int = STRANGERS // SHARE_OF_AN_ADDRESS
-    admitted: int = ADMITTED
+    strangers: int = STRANGER_LIMIT
+    strangers_per_address: int = STRANGER_LIMIT // ADDRESS_DIVISOR
+    admitted: int = ADMITTED_LIMIT
 
     @classmethod
     def within(cls, descriptors: int, seats: int) -> "Places":
-        """As many as the descriptors allow. Each of the run's seats needs one for a file: a contribution
-        that comes in, or a start that goes out."""
-        left = descriptors - FILES - seats
-        strangers = min(STRANGERS, left // 4)
-        if strangers < LEAST:
+        """As many places as the descriptors allow. Each seat of the run needs one descriptor for a file: a
+        contribution that comes in, or a start that goes out."""
+        available = descriptors - RESERVED_DESCRIPTORS - seats
+        strangers = min(STRANGER_LIMIT, available // 4)
+        if strangers < STRANGER_MINIMUM:
             raise UserError(
                 f"A run of {seats} workers cannot be served with {descriptors} open files: raise the limit, for example with "
-                f"`ulimit -n {FILES + seats + 1024}`."
+                f"`ulimit -n {RESERVED_DESCRIPTORS + seats + 1024}`."
             )
-        return cls(strangers, max(LEAST // 2, strangers // SHARE_OF_AN_ADDRESS), min(ADMITTED, left - strangers))
+        return cls(
+            strangers, max(STRANGER_MINIMUM // 2, strangers // ADDRESS_DIVISOR), min(ADMITTED_LIMIT, available - strangers)
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -76,7 +80,7 @@ class Visitor:
 
 
 class Crowd:
-    """Connections by address. Of each address the one that has been quiet for longest comes first."""
+    """Connections by address. Within an address, the one that has been quiet for longest comes first."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -90,7 +94,7 @@ class Crowd:
         self.size += 1
 
     def discard(self, visitor: Visitor) -> bool:
-        """Whether it was there."""
+        """Removes a connection. True if it was present."""
         group = self._by_address.get(visitor.address, {})
         if visitor not in group:
             return False
@@ -100,7 +104,7 @@ class Crowd:
             del self._by_address[visitor.address]
         return True
 
-    def heard(self, visitor: Visitor) -> None:
+    def mark_recent(self, visitor: Visitor) -> None:
         group = self._by_address.get(visitor.address, {})
         if visitor in group:
             del group[visitor]
@@ -110,19 +114,19 @@ class Crowd:
         return next(iter(self._by_address[address]))
 
     def largest(self) -> str:
-        """The address that holds the most."""
+        """The address that holds the most connections."""
         return max(self._by_address, key=lambda address: len(self._by_address[address]))
 
 
 class Admission:
-    """All connections of a server. Not for several threads: its loop's alone."""
+    """All connections of a server. Not thread-safe: only the server's loop may use it."""
 
     def __init__(self, places: Places, clock: Callable[[], float] = time.monotonic) -> None:
         self.places, self._clock = places, clock
         self._strangers, self._admitted = Crowd(), Crowd()
-        self._fruitless = Buckets(FRUITLESS_PER_S, FRUITLESS_AT_ONCE, clock=clock)
-        self.ended = 0
-        """Connections so far that had a place and are closed."""
+        self._fruitless = Buckets(FRUITLESS_PER_S, FRUITLESS_BURST, clock=clock)
+        self.closed = 0
+        """Number of connections that had a place and are closed."""
 
     @property
     def strangers(self) -> int:
@@ -133,7 +137,7 @@ class Admission:
         return self._admitted.size
 
     def arrive(self, address: str, end: Callable[[], Any]) -> Visitor | None:
-        """A place for a stranger from this address; None where there is none."""
+        """Gives a stranger from this address a place; None if there is none."""
         visitor = Visitor(group_of(address), self._clock(), end)
         if not self._fruitless.has(visitor.address) or not self._make_room(visitor.address):
             return None
@@ -153,17 +157,18 @@ class Admission:
         return self._replace_old(crowd.quietest(largest))
 
     def _replace_old(self, visitor: Visitor) -> bool:
-        """One that has had its time gives way. A younger one stays: it may be about to show its token."""
-        if self._clock() - visitor.arrived_s < FIRST_S:
+        """Closes a stranger's connection unless it is younger than `UNDISTURBED_S`: a young one may
+        be about to show its token."""
+        if self._clock() - visitor.arrived_s < UNDISTURBED_S:
             return False
         self._send_away(self._strangers, visitor)
         return True
 
     def admit(self, visitor: Visitor) -> bool:
-        """The connection has shown valid credentials. False where it cannot stay, because all places
-        are taken by addresses that hold no more than its own."""
+        """Admits a connection that has shown valid credentials. False if it cannot stay, because all
+        places are taken by addresses that hold no more than its own."""
         if visitor.is_admitted:
-            self._admitted.heard(visitor)
+            self._admitted.mark_recent(visitor)
             return True
         crowd = self._admitted
         if crowd.size >= self.places.admitted:
@@ -177,12 +182,12 @@ class Admission:
         return True
 
     def leave(self, visitor: Visitor) -> None:
-        """Its connection is closed."""
+        """Frees the place of a connection that was closed."""
         (self._admitted if visitor.is_admitted else self._strangers).discard(visitor)
         if not visitor.is_admitted:
             self._fruitless.take(visitor.address)
         visitor.end = _nothing
-        self.ended += 1
+        self.closed += 1
 
     def _send_away(self, crowd: Crowd, visitor: Visitor) -> None:
         crowd.discard(visitor)
@@ -194,16 +199,17 @@ def _nothing() -> None:
 
 
 def group_of(address: str) -> str:
-    """Addresses that one machine can choose among count as one: of IPv6, a network of 64 bits."""
+    """The group that an address counts for. An IPv6 network of 64 bits is one group, because one machine can
+    use all of its addresses."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(found, ipaddress.IPv4Address):
-        return str(found)
-    if found.ipv4_mapped is not None:
-        return str(found.ipv4_mapped)
-    return str(ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return str(parsed)
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
 
 
 class Admit:
@@ -222,7 +228,7 @@ class Admit:
 
 
 async def _answer_busy(send: Send) -> None:
-    """Over a new connection there may be a place."""
+    """Refuses and closes the connection. The client may find a place over a new one."""
     text = json.dumps({"code": "busy", "text": "The gateway has no place for another connection: try again."}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(text)), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": 503, "headers": headers})

@@ -1,4 +1,4 @@
-"""Answers in JSON: what was asked for, or why it was refused. No request ends anything but itself."""
+"""Answers in JSON, and refusals. An error in one request affects no other."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -25,7 +25,7 @@ STATUS = {
     Code.TOO_LARGE: 413, Code.LAYOUT: 422, Code.CORRUPTED: 422, Code.NOT_FINITE: 422, Code.MODEL: 422, Code.RATE: 429,
     Code.INTERNAL: 500, Code.AWAY: 503, Code.BUSY: 503, Code.DISK: 507,
 }  # fmt: skip
-"""By the refusal's code; 409 for all others: the request does not fit the run's state."""
+"""HTTP status of each refusal code. All other codes get 409: the request does not fit the run's state."""
 
 
 class RefusalBody(Struct, omit_defaults=True):
@@ -44,7 +44,7 @@ def refusal(request: Request, refused: Refused) -> Response:
 
 
 def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
-    """Only for tokens with one of the rights; and no request ends anything but itself."""
+    """A handler for tokens with one of the rights, which turns every error into a refusal."""
 
     async def endpoint(request: Request) -> Any:
         try:
@@ -62,13 +62,13 @@ def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
             if has_run_out(error):
                 return refusal(request, Refused(Code.BUSY, RAN_OUT))
             log.exception("%s %s", request.method, request.url.path)
-            return refusal(request, Refused(Code.INTERNAL, "The gateway met an error of its own; its log has the details."))
+            return refusal(request, Refused(Code.INTERNAL, "The gateway failed with an internal error; its log has the details."))
 
     return endpoint
 
 
 class OnePath(Route):
-    """Only the methods it says: Starlette adds HEAD to GET, which would read files for nothing."""
+    """A route with exactly the given methods. Starlette would add HEAD to GET, and read files for nothing."""
 
     def __init__(self, path: str, endpoint: Handler, methods: list[str]) -> None:
         super().__init__(path, endpoint, methods=methods)

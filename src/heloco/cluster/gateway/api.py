@@ -1,7 +1,7 @@
-"""The gateway's paths, under /v1: each checks its message, asks the service and answers in JSON.
+"""The gateway's paths under /v1. Each checks its message, calls the service and answers in JSON.
 
-A request that is refused has changed nothing, and every request may be repeated. A machine shows its ticket in the header
-`heloco-machine` (ID SECRET), and says in `heloco-run` which run it means.
+A refused request has changed nothing, and every request may be repeated. A machine shows its ticket in the header
+`heloco-machine` (ID SECRET) and names the run in `heloco-run`.
 """
 
 import asyncio
@@ -28,13 +28,13 @@ from heloco.cluster.server.transfers import Upload
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
-REQUESTS_PER_S, REQUESTS_AT_ONCE = 1000.0, 5000.0
-"""Of one machine."""
-LOOKS_PER_S, LOOKS_AT_ONCE = 50.0, 200.0
-"""Of those who only look, from one address."""
-JOINS_PER_S, JOINS_AT_ONCE = 5.0, 256.0
-"""From one address: each leaves a line in the journal."""
-PROBE_AT_MOST = 1 << 26
+REQUESTS_PER_S, REQUEST_BURST = 1000.0, 5000.0
+"""Limits for the requests of one machine: per second, and at once."""
+LOOKS_PER_S, LOOK_BURST = 50.0, 200.0
+"""Limits for viewers' requests from one address."""
+JOINS_PER_S, JOIN_BURST = 5.0, 256.0
+"""Limits for joins from one address. Each join writes a line to the journal."""
+PROBE_LIMIT_BYTES = 1 << 26
 WORKER: tuple[Right, ...] = ("worker",)
 LOOKING: tuple[Right, ...] = ("viewer", "admin")
 ADMIN: tuple[Right, ...] = ("admin",)
@@ -44,40 +44,40 @@ ANYBODY: tuple[Right, ...] = ("worker", "viewer", "admin")
 class Key(m.Message, frozen=True, kw_only=True):
     """A round in a query."""
 
-    worker: m.Whole
-    round: m.Whole
-    version: m.Whole
+    worker: m.Natural
+    round: m.Natural
+    version: m.Natural
 
 
 class KeyAndOffset(Key, frozen=True, kw_only=True):
-    offset: m.Whole
+    offset: m.Natural
 
 
 class Offset(m.Message, frozen=True, kw_only=True):
-    offset: m.Whole
+    offset: m.Natural
 
 
 class FilePart(m.Message, frozen=True, kw_only=True):
     name: m.ShortText
-    offset: m.Whole
+    offset: m.Natural
 
 
 class ProbeSize(m.Message, frozen=True, kw_only=True):
-    bytes: m.Whole
+    bytes: m.Natural
 
 
 class Api:
-    """The paths over a run that is served."""
+    """The HTTP paths of a served run."""
 
     def __init__(self, host: RunHost) -> None:
         self.host, self.service = host, host.service
         self.calls = Calls(host.service)
         self._changes: Changes | None = None
-        self._requests = Buckets(REQUESTS_PER_S, REQUESTS_AT_ONCE)
-        self._looks = Buckets(LOOKS_PER_S, LOOKS_AT_ONCE)
-        self._joins = Buckets(JOINS_PER_S, JOINS_AT_ONCE)
+        self._requests = Buckets(REQUESTS_PER_S, REQUEST_BURST)
+        self._looks = Buckets(LOOKS_PER_S, LOOK_BURST)
+        self._joins = Buckets(JOINS_PER_S, JOIN_BURST)
         self._models: dict[str, Layout] = {}
-        """Of machines that are sending a model."""
+        """Machine -> the layout of the model that it is sending."""
 
     def routes(self) -> list[BaseRoute]:
         paths: list[tuple[str, str, tuple[Right, ...], Handler]] = [
@@ -111,11 +111,11 @@ class Api:
         return [OnePath(f"/v1{path}", guarded(handler, rights), [method]) for method, path, rights, handler in paths]
 
     def open(self) -> None:
-        """In the loop."""
+        """Called in the loop before the first request."""
         self._changes = Changes(self.service)
 
     def end_waiting(self) -> None:
-        """So that no request holds up the end. In the loop."""
+        """Ends requests that wait for a round, so that the server can stop. Called in the loop."""
         if self._changes is not None:
             self._changes.end()
 
@@ -125,25 +125,25 @@ class Api:
 
     # ---- what requests have in common
 
-    async def _body(self, request: Request, kind: type[T], most: int = SMALL) -> T:
-        return await message(request, self.calls, kind, most)
+    async def _body(self, request: Request, kind: type[T], limit: int = SMALL) -> T:
+        return await message(request, self.calls, kind, limit)
 
     def _ticket(self, request: Request) -> Ticket:
-        """Who asks; it must mean this run, and not ask too often."""
+        """The ticket of a request. Raises `Refused` if it names another run, is wrong, or comes too often."""
         ticket = shown_ticket(request)
         if ticket is None:
-            raise Refused(Code.SECRET, "The request shows no ticket of a machine, in the header heloco-machine.")
+            raise Refused(Code.SECRET, "The request has no ticket in the header heloco-machine.")
         is_here = ticket.machine in self.service.state.roster.present
         self._limit(self._requests, ticket.machine if is_here else _address(request))
-        meant, here = header(request.scope, b"heloco-run").decode("latin-1"), self.service.state.run_id
-        if meant != here:
-            raise Refused(Code.OTHER_RUN, f"Here is run {here}, not {meant}: join this one, or fix the address.")
+        named_run, served_run = header(request.scope, b"heloco-run").decode("latin-1"), self.service.state.run_id
+        if named_run != served_run:
+            raise Refused(Code.OTHER_RUN, f"This is run {served_run}, not {named_run}: join this one, or fix the address.")
         self.service.state.machine(ticket)
         return ticket
 
     def _limit(self, buckets: Buckets, name: str) -> None:
         if not buckets.take(name):
-            raise Refused(Code.RATE, f"More than {buckets.per_s:g} requests a second come from there: ask less often.")
+            raise Refused(Code.RATE, f"More than {buckets.per_s:g} requests per second come from you: ask less often.")
 
     def _query(self, request: Request, kind: type[T]) -> T:
         try:
@@ -152,15 +152,15 @@ class Api:
         except ValueError:
             raise Refused(Code.MALFORMED, "The query is not name=value&….") from None
         if len(dict(pairs)) != len(pairs):
-            raise Refused(Code.MALFORMED, "A name stands twice in the query.")
+            raise Refused(Code.MALFORMED, "The query has a name twice.")
         return m.convert(dict(pairs), kind)
 
-    def _moved(self, ticket: Ticket) -> Callable[[], None]:
-        return lambda: self.service.state.moved(ticket.machine)
+    def _transfer_callback(self, ticket: Ticket) -> Callable[[], None]:
+        return lambda: self.service.state.note_transfer(ticket.machine)
 
     async def _long(self, name: tuple[Any, ...], machine: str | None, function: Callable[..., Any], *arguments: Any) -> Response:
-        """What may take longer than an answer may: 202 then, and the same request again waits for the same call."""
-        answer = await self.calls.long(name, machine, lambda: (function(*arguments),))
+        """Calls a slow function. If it takes too long, the answer is 202, and a repeated request waits for the same call."""
+        answer = await self.calls.call_long(name, machine, lambda: (function(*arguments),))
         return reply(m.Done(), 202) if answer is None else reply(answer[0] if answer[0] is not None else m.Done())
 
     # ---- coming and going
@@ -170,40 +170,40 @@ class Api:
         return reply(self.service.describe())
 
     async def join(self, request: Request) -> Response:
-        asked = await self._body(request, m.JoinRequest, LARGE)
+        body = await self._body(request, m.JoinRequest, LARGE)
         self._limit(self._joins, _address(request))
-        if asked.layout is not None:
-            checked_layout(asked.layout)
+        if body.layout is not None:
+            checked_layout(body.layout)
         token: Token = request.scope[TOKEN]
-        return reply(await self.calls.locked(self.service.members.join, asked, shown_ticket(request), token.id))
+        return reply(await self.calls.call_locked(self.service.members.join, body, shown_ticket(request), token.id))
 
     async def beat(self, request: Request) -> Response:
         ticket, beat = self._ticket(request), await self._body(request, m.Beat)
-        return reply(self.service.members.beat(ticket, beat.steps))  # takes no lock, so it is answered at once, in the loop
+        return reply(self.service.members.beat(ticket, beat.steps))  # it takes no lock, so it needs no thread
 
     async def abandon(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.locked(self.service.rounds.abandon, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.rounds.abandon, ticket, printable(reason.text))
         return reply(m.Done())
 
     async def leave(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.locked(self.service.members.leave, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.members.leave, ticket, printable(reason.text))
         return reply(m.Done())
 
     # ---- looking
 
     async def status(self, request: Request) -> Response:
         self._limit(self._looks, _address(request))
-        return reply(await self.calls.locked(self.service.admin.status))
+        return reply(await self.calls.call_locked(self.service.admin.status))
 
     async def file(self, request: Request) -> Response:
-        """More of the run's config, tape, evaluations or journal, for who looks at it from elsewhere."""
+        """The next part of the run's config, tape, evaluations or journal, for a viewer on another machine."""
         part = self._query(request, FilePart)
-        content = await self.calls.on_file(self.service.admin.read, part.name, part.offset)
+        content = await self.calls.call_on_file(self.service.admin.read, part.name, part.offset)
         return Response(content, headers={"cache-control": "no-store"}, media_type="application/octet-stream")
 
-    # ---- ruling
+    # ---- controlling
 
     async def stop(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
@@ -211,103 +211,103 @@ class Api:
 
     async def pause(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        await self.calls.locked(self.service.pauses.order, printable(reason.text) or "somebody paused it")
+        await self.calls.call_locked(self.service.pauses.order, printable(reason.text) or "somebody paused it")
         return reply(m.Done())
 
     async def unpause(self, _: Request) -> Response:
-        await self.calls.locked(self.service.pauses.order, "")
+        await self.calls.call_locked(self.service.pauses.order, "")
         return reply(m.Done())
 
     async def evict(self, request: Request) -> Response:
-        asked = await self._body(request, m.MachineId)
-        await self.calls.locked(self.service.members.evict, asked.machine, printable(asked.text))
+        body = await self._body(request, m.MachineId)
+        await self.calls.call_locked(self.service.members.evict, body.machine, printable(body.text))
         return reply(m.Done())
 
     async def tokens(self, _: Request) -> Response:
-        return reply(await self.calls.locked(self.host.list_tokens))
+        return reply(await self.calls.call_locked(self.host.list_tokens))
 
     async def new_token(self, request: Request) -> Response:
-        asked = await self._body(request, m.TokenRequest)
-        return reply(await self.calls.locked(self.host.new_token, asked.right, printable(asked.note)))
+        body = await self._body(request, m.TokenRequest)
+        return reply(await self.calls.call_locked(self.host.new_token, body.right, printable(body.note)))
 
     async def revoke_token(self, request: Request) -> Response:
-        asked = await self._body(request, m.TokenId)
-        await self.calls.locked(self.host.revoke_token, asked.id)
+        body = await self._body(request, m.TokenId)
+        await self.calls.call_locked(self.host.revoke_token, body.id)
         return reply(m.Done())
 
     # ---- rounds
 
     async def round(self, request: Request) -> Response:
-        """A round as soon as there is one, or why there was none; while it waits it holds no thread."""
-        ticket, asked = self._ticket(request), await self._body(request, m.RoundRequest)
-        until = time.monotonic() + min(asked.wait_s, ANSWER_S)
+        """A round as soon as one is free, or the reason why there is none. A waiting request holds no thread."""
+        ticket, body = self._ticket(request), await self._body(request, m.RoundRequest)
+        until = time.monotonic() + min(body.wait_s, ANSWER_S)
         assert self._changes is not None
         while True:
             change = self._changes.next()
             try:
-                answer = await self.calls.locked(self.service.rounds.next, ticket)
+                answer = await self.calls.call_locked(self.service.rounds.next, ticket)
             except Refused as refused:
                 if refused.code is not Code.BUSY:
                     raise
                 answer = m.Wait(kind="busy", text="the synchronizer is busy")
             left_s = until - time.monotonic()
-            if not isinstance(answer, m.Wait) or left_s <= 0 or self._changes.over:
+            if not isinstance(answer, m.Wait) or left_s <= 0 or self._changes.is_over:
                 return reply(answer)
             await _set_within(change, left_s)
 
     async def start(self, request: Request) -> Any:
         ticket, key = self._ticket(request), self._query(request, Key)
-        path = await self.calls.locked(self.service.rounds.start, ticket, RoundKey(key.worker, key.round, key.version))
+        path = await self.calls.call_locked(self.service.rounds.start, ticket, RoundKey(key.worker, key.round, key.version))
         return await self._file_body(request, ticket, path)
 
     async def final(self, request: Request) -> Any:
         ticket = self._ticket(request)
-        return await self._file_body(request, ticket, await self.calls.locked(self.service.rounds.final, ticket))
+        return await self._file_body(request, ticket, await self.calls.call_locked(self.service.rounds.final, ticket))
 
     async def _file_body(self, request: Request, ticket: Ticket, path: Any) -> Any:
         assert self.service.state.starts is not None
         size = self.service.state.starts.layout.size
-        return await FileBody.of(self.calls, path, begin_of(request, size), size, self._moved(ticket))
+        return await FileBody.open(self.calls, path, begin_of(request, size), size, self._transfer_callback(ticket))
 
     # ---- contributions
 
     async def upload_state(self, request: Request) -> Response:
         ticket, key = self._ticket(request), self._query(request, Key)
         round_key = RoundKey(key.worker, key.round, key.version)
-        return reply(await self.calls.locked(self.service.contributions.progress, ticket, round_key))
+        return reply(await self.calls.call_locked(self.service.contributions.progress, ticket, round_key))
 
     async def put_contribution(self, request: Request) -> Response:
-        ticket, asked = self._ticket(request), self._query(request, KeyAndOffset)
-        key = RoundKey(asked.worker, asked.round, asked.version)
-        upload = await self.calls.locked(self.service.contributions.upload, ticket, key)
-        return await self._take_in(request, ticket, upload, asked.offset)
+        ticket, query = self._ticket(request), self._query(request, KeyAndOffset)
+        key = RoundKey(query.worker, query.round, query.version)
+        upload = await self.calls.call_locked(self.service.contributions.upload, ticket, key)
+        return await self._take_in(request, ticket, upload, query.offset)
 
     async def _take_in(self, request: Request, ticket: Ticket, upload: Upload, offset: int) -> Response:
-        return reply(m.UploadState(size=await take_in(request, self.calls, upload, offset, self._moved(ticket))))
+        return reply(m.UploadState(size=await take_in(request, self.calls, upload, offset, self._transfer_callback(ticket))))
 
     async def commit(self, request: Request) -> Response:
-        ticket, asked = self._ticket(request), await self._body(request, m.ContributionCommit)
-        key = RoundKey(asked.worker, asked.round, asked.version)
+        ticket, body = self._ticket(request), await self._body(request, m.ContributionCommit)
+        key = RoundKey(body.worker, body.round, body.version)
         name = ("commit", ticket.machine, key)
-        return await self._long(name, ticket.machine, self.service.contributions.commit, ticket, key, asked.digest, asked)
+        return await self._long(name, ticket.machine, self.service.contributions.commit, ticket, key, body.digest, body)
 
-    # ---- a model from outside
+    # ---- the model of an external run
 
     async def begin_model(self, request: Request) -> Response:
         ticket, offer = self._ticket(request), await self._body(request, m.ModelOffer, LARGE)
         layout = checked_layout(offer.layout)
-        upload = await self.calls.locked(self.service.models.upload, ticket, layout)
+        upload = await self.calls.call_locked(self.service.models.upload, ticket, layout)
         present = self.service.state.roster.present
-        self._models = {name: kept for name, kept in self._models.items() if name in present} | {ticket.machine: layout}
+        self._models = {name: offered for name, offered in self._models.items() if name in present} | {ticket.machine: layout}
         return reply(m.UploadState(size=upload.size))
 
     async def put_model(self, request: Request) -> Response:
-        ticket, asked = self._ticket(request), self._query(request, Offset)
+        ticket, query = self._ticket(request), self._query(request, Offset)
         layout = self._models.get(ticket.machine)
         if layout is None:
             raise Refused(Code.INCOMPLETE, "Send the model's layout first.", size=0)
-        upload = await self.calls.locked(self.service.models.upload, ticket, layout)
-        return await self._take_in(request, ticket, upload, asked.offset)
+        upload = await self.calls.call_locked(self.service.models.upload, ticket, layout)
+        return await self._take_in(request, ticket, upload, query.offset)
 
     async def commit_model(self, request: Request) -> Response:
         ticket, commit = self._ticket(request), await self._body(request, m.ModelCommit, LARGE)
@@ -321,14 +321,14 @@ class Api:
 
     async def probe_down(self, request: Request) -> Any:
         self._limit(self._looks, _address(request))
-        asked = self._query(request, ProbeSize)
-        if asked.bytes > PROBE_AT_MOST:
-            raise Refused(Code.MALFORMED, f"At most {PROBE_AT_MOST} bytes are sent.")
-        return Zeros(asked.bytes)
+        query = self._query(request, ProbeSize)
+        if query.bytes > PROBE_LIMIT_BYTES:
+            raise Refused(Code.MALFORMED, f"At most {PROBE_LIMIT_BYTES} bytes are sent.")
+        return Zeros(query.bytes)
 
     async def probe_up(self, request: Request) -> Response:
         self._limit(self._looks, _address(request))
-        return reply({"bytes": await discard(request, PROBE_AT_MOST)})
+        return reply({"bytes": await discard(request, PROBE_LIMIT_BYTES)})
 
 
 def shown_ticket(request: Request) -> Ticket | None:
@@ -340,11 +340,11 @@ def checked_layout(entries: m.Entries) -> Layout:
     try:
         return Layout.from_json(entries)
     except ValueError as error:
-        raise Refused(Code.MALFORMED, f"The layout is not as it should be: {error}") from None
+        raise Refused(Code.MALFORMED, f"The layout is malformed: {error}") from None
 
 
 def printable(text: str) -> str:
-    """Without control characters: it is shown in terminals and stands in files."""
+    """A text without control characters, because it is shown in terminals and written to files."""
     return "".join(c if c.isprintable() else " " for c in text).strip()
 
 

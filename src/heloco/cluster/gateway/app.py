@@ -1,4 +1,4 @@
-"""The gateway as an ASGI app: who gets in, the paths, and the live page."""
+"""The gateway as an ASGI app: authentication, the paths, and the live page."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -20,8 +20,8 @@ from heloco.cluster.server.process import RunHost
 
 
 def app(host: RunHost, page: Any = None) -> Starlette:
-    """`page`: an ASGI app that only shows the run; it is served under /page to whoever has a viewer's key. Where it has a
-    `close`, that is called at the end."""
+    """The gateway's app for a run. `page` is an ASGI app that shows the run. It is served under /page to holders of a viewer
+    token, and its `close` is called at the end if it has one."""
     api = Api(host)
 
     async def no_such(request: Request, error: Exception) -> Response:
@@ -40,12 +40,12 @@ def app(host: RunHost, page: Any = None) -> Starlette:
             api.close()
 
     assert host.tokens is not None
-    made = Starlette(
+    application = Starlette(
         routes=[*api.routes(), *([Mount(PAGE, page)] if page is not None else [])],
         middleware=[Middleware(Auth, tokens=host.tokens), Middleware(Admit)],
         exception_handlers={HTTPException: no_such},
         lifespan=lifespan,
     )
-    made.router.redirect_slashes = False
-    made.state.api = api
-    return made
+    application.router.redirect_slashes = False
+    application.state.api = api
+    return application

@@ -1,5 +1,5 @@
-"""Bodies on their way in and out, a piece at a time: however large a model is, and however many machines send at once, a
-connection holds about two pieces in memory."""
+"""Request and answer bodies, sent piece by piece. A connection holds about two pieces in memory, whatever the size of the model
+and the number of machines."""
 
 import asyncio
 import contextlib
@@ -18,33 +18,33 @@ from heloco.cluster.server.transfers import Upload
 
 T = TypeVar("T")
 SMALL, LARGE = 1 << 16, 1 << 22
-"""Bytes of a JSON body; the large ones hold a layout or names."""
+"""Limits for a JSON body in bytes. Large ones hold a layout or names."""
 DECODED = 32
-"""A message in memory takes up to so many times the bytes of its JSON."""
+"""A decoded message takes up to this many times the bytes of its JSON."""
 CHUNK = 1 << 16
-"""Bytes that are read from a file or handed to a connection at once. Memory of this size is used again; that of larger pieces
-comes from the system anew each time, which costs more than the encryption."""
+"""Bytes that are read from a file or handed to a connection at once. Memory of this size is reused.
+Larger pieces would come from the system each time, which costs more than the encryption."""
 PIECE = 1 << 20
-"""Bytes that go to a thread at once."""
+"""Bytes that are handed to a thread at once."""
 SILENCE_S = 20.0
-"""A connection on which nothing moves for so long is taken for dead."""
+"""After this many seconds without a byte a connection counts as dead."""
 PAUSE_S = 0.2
-"""A connection on which nothing moves for so long may stay like that: what came is written down."""
+"""After this many seconds without a byte, the bytes that have arrived are written to the file."""
 _RANGE = re.compile(rb"bytes=([0-9]{1,16})-")
 
 
-def length_of(request: Request, most: int) -> int:
-    """The body's length as its header says: known, and not too long, before a byte of it is read."""
+def length_of(request: Request, limit: int) -> int:
+    """The body's length from its header. Raises `Refused` if it is missing or above the limit, before a byte is read."""
     length = header(request.scope, b"content-length")
     if header(request.scope, b"transfer-encoding") or (not length.isdigit() and request.method in ("POST", "PUT")):
-        raise Refused(Code.LENGTH, "the body's length must be told in advance (Content-Length).")
-    if len(length) > 16 or int(length or 0) > most:
-        raise Refused(Code.TOO_LONG, f"the body is longer than the {most} bytes that are expected here.")
+        raise Refused(Code.LENGTH, "the request must state the length of its body (Content-Length).")
+    if len(length) > 16 or int(length or 0) > limit:
+        raise Refused(Code.TOO_LONG, f"the body is longer than the {limit} bytes that are expected here.")
     return int(length or 0)
 
 
 async def chunks(request: Request, pausing: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[bytes]:
-    """The body as it comes in; `pausing` is called when nothing comes for a moment."""
+    """The body in chunks, as it arrives. `pausing` is called when nothing arrives for `PAUSE_S`."""
     while True:
         try:
             async with asyncio.timeout(PAUSE_S):
@@ -65,52 +65,52 @@ async def chunks(request: Request, pausing: Callable[[], Awaitable[None]] | None
             return
 
 
-async def message(request: Request, calls: Calls, kind: type[T], most: int) -> T:
-    """A JSON body. One that may be large is not read in the loop, where signs of life must not wait for it."""
-    length_of(request, most)
+async def message(request: Request, calls: Calls, kind: type[T], limit: int) -> T:
+    """A JSON body. A large one is decoded in a thread, so that beats do not wait for it in the loop."""
+    length_of(request, limit)
     content = b"".join([chunk async for chunk in chunks(request)])
-    bytearray(DECODED * len(content))  # a MemoryError here is a refusal; where msgspec runs out of memory, it crashes
-    return decode(content, kind) if len(content) <= SMALL else await calls.on_file(decode, content, kind)
+    bytearray(DECODED * len(content))  # raises MemoryError, which becomes a refusal; msgspec would crash without memory
+    return decode(content, kind) if len(content) <= SMALL else await calls.call_on_file(decode, content, kind)
 
 
-async def discard(request: Request, most: int) -> int:
-    length_of(request, most)
+async def discard(request: Request, limit: int) -> int:
+    length_of(request, limit)
     return sum([len(chunk) async for chunk in chunks(request)])
 
 
-async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int, moved: Callable[[], Any]) -> int:
-    """Writes a body where it belongs, while more of it comes in; also what came before a cut. Gives the size then."""
-    left = incoming.layout.size - offset
-    if left < 0:
-        raise Refused(Code.OFFSET, f"{incoming.size} bytes are here: go on from there.", size=incoming.size)
-    length_of(request, left)
-    turn = await calls.on_file(incoming.begin, offset)
-    held: list[bytes] = []
+async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int, note_transfer: Callable[[], Any]) -> int:
+    """Writes a body to the upload while more of it arrives, also the bytes before an interruption. Returns the upload's size."""
+    remaining = incoming.layout.size - offset
+    if remaining < 0:
+        raise Refused(Code.OFFSET, f"{incoming.size} bytes have arrived: continue from there.", size=incoming.size)
+    length_of(request, remaining)
+    turn = await calls.call_on_file(incoming.begin, offset)
+    pending: list[bytes] = []
     size = 0
     writing: asyncio.Future[None] | None = None
 
-    def written(pieces: list[bytes]) -> None:
+    def write_pieces(pieces: list[bytes]) -> None:
         for piece in pieces:
             incoming.write(turn, piece)
-            moved()
+            note_transfer()
 
-    async def write_held() -> None:
-        nonlocal held, size, writing
+    async def write_pending() -> None:
+        nonlocal pending, size, writing
         if writing is not None:
             await writing
-        writing, held, size = asyncio.ensure_future(calls.on_file(written, held)), [], 0
+        writing, pending, size = asyncio.ensure_future(calls.call_on_file(write_pieces, pending)), [], 0
 
     try:
-        async for chunk in chunks(request, pausing=write_held):
-            held.append(chunk)
+        async for chunk in chunks(request, pausing=write_pending):
+            pending.append(chunk)
             size += len(chunk)
             if size >= PIECE:
-                await write_held()
+                await write_pending()
     except ClientDisconnect:
-        await write_held()
-        raise Refused(Code.CUT, "the connection was cut: send the rest.") from None
+        await write_pending()
+        raise Refused(Code.CUT, "the connection was interrupted: send the rest.") from None
     else:
-        await write_held()
+        await write_pending()
     finally:
         if writing is not None:
             await writing
@@ -118,56 +118,56 @@ async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int,
 
 
 def begin_of(request: Request, size: int) -> int:
-    """Where a transfer goes on: of the ranges only `bytes=N-` makes sense here."""
-    asked = header(request.scope, b"range")
-    if not asked:
+    """The first byte of a transfer, from the Range header. Only the form `bytes=N-` is accepted."""
+    range_header = header(request.scope, b"range")
+    if not range_header:
         return 0
-    found = _RANGE.fullmatch(asked)
-    if found is None:
+    match = _RANGE.fullmatch(range_header)
+    if match is None:
         raise Refused(Code.MALFORMED, "Only ranges of the form bytes=N- are served.")
-    if int(found[1]) > size:
+    if int(match[1]) > size:
         raise Refused(Code.OFFSET, f"there are only {size} bytes.", size=size)
-    return int(found[1])
+    return int(match[1])
 
 
 class FileBody:
-    """The answer that is a file from some byte on."""
+    """An answer whose body is a file, from byte `begin` on."""
 
-    def __init__(self, calls: Calls, file: BinaryIO, begin: int, size: int, moved: Callable[[], Any]) -> None:
-        self.calls, self.file, self.begin, self.size, self.moved = calls, file, begin, size, moved
+    def __init__(self, calls: Calls, file: BinaryIO, begin: int, size: int, note_transfer: Callable[[], Any]) -> None:
+        self.calls, self.file, self.begin, self.size, self.note_transfer = calls, file, begin, size, note_transfer
 
     @classmethod
-    async def of(cls, calls: Calls, path: Path, begin: int, size: int, moved: Callable[[], Any]) -> "FileBody":
-        def opened() -> BinaryIO:
+    async def open(cls, calls: Calls, path: Path, begin: int, size: int, note_transfer: Callable[[], Any]) -> "FileBody":
+        def open_file() -> BinaryIO:
             file = path.open("rb", buffering=0)
             file.seek(begin)
             return file
 
         calls.begin_download()
         try:
-            return cls(calls, await calls.on_file(opened), begin, size, moved)
+            return cls(calls, await calls.call_on_file(open_file), begin, size, note_transfer)
         except BaseException as error:
             calls.end_download()
             if isinstance(error, FileNotFoundError):
-                raise Refused(Code.NOT_HELD, "what this round starts from is gone: take a fresh one.") from None
+                raise Refused(Code.NOT_HELD, "the start file of this round is gone: take a fresh round.") from None
             raise
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
         reading: asyncio.Future[list[bytes]] | None = None
-        left = self.size - self.begin
+        remaining = self.size - self.begin
         try:
-            await _start(send, left, 206 if self.begin else 200, f"bytes {self.begin}-{self.size - 1}/{self.size}")
-            while not gone.done():
-                pieces = await (reading or self._read(left))
-                left -= sum(map(len, pieces))
-                reading = self._read(left)
-                await _send_all(send, pieces, more=left > 0)
-                self.moved()
-                if not left:
+            await _start(send, remaining, 206 if self.begin else 200, f"bytes {self.begin}-{self.size - 1}/{self.size}")
+            while not disconnection.done():
+                pieces = await (reading or self._read(remaining))
+                remaining -= sum(map(len, pieces))
+                reading = self._read(remaining)
+                await _send_all(send, pieces, more=remaining > 0)
+                self.note_transfer()
+                if not remaining:
                     return
         finally:
-            gone.cancel()
+            disconnection.cancel()
             try:
                 with contextlib.suppress(OSError, MemoryError):
                     await (reading or asyncio.sleep(0))
@@ -175,8 +175,8 @@ class FileBody:
                 self.file.close()
                 self.calls.end_download()
 
-    def _read(self, most: int) -> "asyncio.Future[list[bytes]]":
-        return asyncio.ensure_future(self.calls.on_file(_read, self.file, most))
+    def _read(self, limit: int) -> "asyncio.Future[list[bytes]]":
+        return asyncio.ensure_future(self.calls.call_on_file(_read, self.file, limit))
 
 
 async def _start(send: Send, length: int, status: int = 200, range_: str = "") -> None:
@@ -196,35 +196,35 @@ async def _send_all(send: Send, pieces: Iterable[bytes], *, more: bool) -> None:
         await send({"type": "http.response.body", "body": b""})
 
 
-def _read(file: BinaryIO, most: int) -> list[bytes]:
-    found, most = [], min(most, PIECE)
-    while most and (piece := file.read(min(most, CHUNK))):
-        found.append(piece)
-        most -= len(piece)
-    if most:
+def _read(file: BinaryIO, limit: int) -> list[bytes]:
+    pieces, limit = [], min(limit, PIECE)
+    while limit and (piece := file.read(min(limit, CHUNK))):
+        pieces.append(piece)
+        limit -= len(piece)
+    if limit:
         raise OSError("the file is shorter than it was")
-    return found
+    return pieces
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class Zeros:
-    """The answer of so many bytes, to measure a connection."""
+    """An answer of `size` zero bytes, to measure a connection."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
         await _start(send, self.size)
-        left = self.size
-        while not gone.done():
-            piece = bytes(min(left, CHUNK))
-            left -= len(piece)
-            await _send_all(send, [piece], more=left > 0)
-            if not left:
+        remaining = self.size
+        while not disconnection.done():
+            piece = bytes(min(remaining, CHUNK))
+            remaining -= len(piece)
+            await _send_all(send, [piece], more=remaining > 0)
+            if not remaining:
                 break
-        gone.cancel()
+        disconnection.cancel()

@@ -17,12 +17,12 @@ from heloco.cluster.gateway.auth import unread
 from heloco.cluster.gateway.uvicorn_http import Http, Owner
 
 BUFFER = memoryview(bytearray(1 << 16))
-"""Of all connections: whatever is read is used up before the next read."""
+"""Shared by all connections: the bytes of one read are used up before the next read."""
 HEADERS = 1 << 16
-"""Bytes that may come before a request begins: its line and its headers."""
+"""At most this many bytes may come before a request's body: its request line and headers."""
 HEADERS_S = 20.0
-"""Seconds that they may take."""
-NO_HTTP = "That is no HTTP/1.1 request, or its headers are too long."
+"""Timeout for the request line and headers."""
+NO_HTTP = "This is not an HTTP/1.1 request, or its headers are too long."
 PIPELINED = "One request at a time on a connection: wait for the answer before you send the next one."
 
 
@@ -37,8 +37,8 @@ class Connection(asyncio.BufferedProtocol):
         self._make_http, self._visitor, self._admission = make_http, visitor, admission
         self._http: Any = None
         self._transport: Any = None
-        self._early = 0
-        """Bytes that belong to no request yet, or to none any more."""
+        self._unclaimed_bytes = 0
+        """Bytes since the last request that belong to no request yet."""
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -53,7 +53,7 @@ class Connection(asyncio.BufferedProtocol):
         self._request_began()
         if self._http is not None:
             self._http.connection_lost(error)
-        self._http = self._transport = None  # they refer to this one: else they wait for the garbage collector
+        self._http = self._transport = None  # breaks the cycle of references, so that the memory is freed at once
 
     def get_buffer(self, _: int) -> memoryview:
         return BUFFER
@@ -70,8 +70,8 @@ class Connection(asyncio.BufferedProtocol):
             self._request_began()
         else:
             self._expect_request()
-            self._early += count
-            if self._early > HEADERS and not self._http.is_discarding:
+            self._unclaimed_bytes += count
+            if self._unclaimed_bytes > HEADERS and not self._http.is_discarding:
                 self.refuse(pipelined=False)
 
     def _expect_request(self) -> None:
@@ -79,7 +79,7 @@ class Connection(asyncio.BufferedProtocol):
             self._deadline = self._http.loop.call_later(HEADERS_S, self._transport.abort)
 
     def _request_began(self) -> None:
-        self._early = 0
+        self._unclaimed_bytes = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -110,14 +110,14 @@ class Connection(asyncio.BufferedProtocol):
         return self._admission.admit(self._visitor)
 
     def shut_down(self) -> None:
-        """An idle connection ends at once: its client would not notice a polite end before its next request."""
+        """Closes an idle connection at once, and a busy one after its answer."""
         if not self._http.is_answering and not self._transport.get_write_buffer_size():
             self._transport.abort()
         else:
             self._http.finish()
 
     def refuse(self, *, pipelined: bool) -> None:
-        """What is not HTTP is answered like every other refusal."""
+        """Answers bytes that are not HTTP, or a pipelined request, and closes the connection."""
         if self._transport.is_closing():
             return
         text = json.dumps({"code": "http", "text": PIPELINED if pipelined else NO_HTTP})
@@ -127,20 +127,20 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def completing(send: Send) -> Send:
-    """An answer is over with its last byte. A client that has all bytes may ask again at once, before the app has said that it
-    sends no more."""
-    left, is_over = -1, False
+    """Ends an answer with its last byte. A client that has all bytes may send the next request before the app has said that the
+    answer is complete."""
+    remaining, is_over = -1, False
 
     async def sending(message: Any) -> None:
-        nonlocal left, is_over
+        nonlocal remaining, is_over
         if is_over:
             return
         if message["type"] == "http.response.start":
             lengths = [value for name, value in message["headers"] if name.lower() == b"content-length"]
-            left = int(lengths[0]) if lengths else -1
-        elif left >= 0:
-            left -= len(message.get("body", b""))
-            if is_over := left <= 0:
+            remaining = int(lengths[0]) if lengths else -1
+        elif remaining >= 0:
+            remaining -= len(message.get("body", b""))
+            if is_over := remaining <= 0:
                 message = {**message, "more_body": False}
         await send(message)
 
@@ -155,8 +155,8 @@ def without_body(send: Send) -> Send:
         if message["type"] != "http.response.start":
             return
         if message["status"] >= 400:
-            kept = [(name, value) for name, value in message["headers"] if name not in (b"content-length", b"content-type")]
-            message = {**message, "headers": [*kept, (b"content-length", b"0")]}
+            headers = [(name, value) for name, value in message["headers"] if name not in (b"content-length", b"content-type")]
+            message = {**message, "headers": [*headers, (b"content-length", b"0")]}
         await send(message)
         await send({"type": "http.response.body", "body": b""})
 
@@ -178,17 +178,17 @@ def _closing(message: Any) -> Any:
 
 
 def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
-    """For "Expect: 100-continue": a client that gets its answer before it was told to send the body
-    may send it or not. So the next bytes could be anything, and the connection must end."""
-    asked = False
+    """For "Expect: 100-continue": a client that gets its answer before 100 Continue may send the body
+    or not. So the next bytes could be anything, and the connection must end."""
+    is_body_wanted = False
 
     async def receiving() -> Any:
-        nonlocal asked
-        asked = True
+        nonlocal is_body_wanted
+        is_body_wanted = True
         return await receive()
 
     async def sending(message: Any) -> None:
         starts = message["type"] == "http.response.start"
-        await send(_closing(message) if starts and not asked else message)
+        await send(_closing(message) if starts and not is_body_wanted else message)
 
     return receiving, sending

@@ -1,4 +1,4 @@
-"""The synchronizer's certificate and its key, made on first use and found again later. Tokens carry its fingerprint."""
+"""The synchronizer's certificate and its key, made on first use and stored. Tokens carry the certificate's fingerprint."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FOLDER = "credentials"
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
 BEGIN, END = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-"""Our certificate outlives every run, so that a token stays valid. The end is RFC 5280's way to say that there is none."""
+"""A certificate that we make never expires, so that a token stays valid. The end date is RFC 5280's value for "never"."""
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class Credentials:
     """The SHA-256 of the certificate, in hexadecimal."""
 
     @classmethod
-    def found_or_made(
+    def load_or_make(
         cls, folder: Path, hosts: Iterable[str] = (), *, cert: str | Path = "", key: str | Path = ""
     ) -> "Credentials":
-        """Those in `folder`, made where there are none.
+        """The credentials in `folder`, made if there are none.
 
         `hosts`: names and addresses for the certificate, which only browsers look at. `cert`, `key`: the user's own files."""
         if bool(cert) != bool(key):
             raise UserError("A certificate and its key belong together: give both --cert and --key, or none of them.")
-        own, own_key = Path(cert), Path(key)
+        certificate, certificate_key = Path(cert), Path(key)
         with disk_errors(folder, "start again."):
             folder.mkdir(parents=True, exist_ok=True)
             folder.chmod(0o700)
             if not cert:
-                own, own_key = folder / CERTIFICATE, folder / KEY
-                _make_once(own, own_key, hosts)
+                certificate, certificate_key = folder / CERTIFICATE, folder / KEY
+                _make_once(certificate, certificate_key, hosts)
         if cert:
-            _check_time(own)
-        return cls(own, own_key, _checked(own, own_key))
+            _check_time(certificate)
+        return cls(certificate, certificate_key, _check_pair(certificate, certificate_key))
 
     def context(self) -> ssl.SSLContext:
-        """For the server: TLS from 1.2 on."""
-        made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        made.minimum_version = ssl.TLSVersion.TLSv1_2
-        made.load_cert_chain(self.certificate, self.key)
-        return made
+        """The server's TLS context, for TLS 1.2 and later."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.certificate, self.key)
+        return context
 
 
 def fingerprint_of(der: bytes) -> str:
@@ -64,7 +64,7 @@ def fingerprint_of(der: bytes) -> str:
 
 
 def fingerprint_in(path: Path) -> str:
-    """Of the certificate in a PEM file."""
+    """Fingerprint of the certificate in a PEM file."""
     from cryptography.hazmat.primitives.serialization import Encoding
 
     return fingerprint_of(_read(path).public_bytes(Encoding.DER))
@@ -83,8 +83,8 @@ def self_signed(hosts: Iterable[str], begin: datetime, end: datetime) -> tuple[b
 
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(oid.NameOID.COMMON_NAME, "heloco")])
-    names = [_named(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
-    made = (
+    names = [_general_name(host) for host in dict.fromkeys([*hosts, "localhost", "127.0.0.1"])]
+    certificate = (
         x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), begin, end)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -92,13 +92,13 @@ def self_signed(hosts: Iterable[str], begin: datetime, end: datetime) -> tuple[b
         .sign(key, hashes.SHA256())
     )
     form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return made.public_bytes(serialization.Encoding.PEM), key.private_bytes(*form)
+    return certificate.public_bytes(serialization.Encoding.PEM), key.private_bytes(*form)
 
 
-def _named(host: str) -> "GeneralName":
+def _general_name(host: str) -> "GeneralName":
     from cryptography import x509
 
-    with contextlib.suppress(ValueError):  # a name, then
+    with contextlib.suppress(ValueError):  # not an address: it is a name
         return x509.IPAddress(ipaddress.ip_address(host.strip("[]")))
     try:
         return x509.DNSName(host)
@@ -110,9 +110,9 @@ def _make_once(certificate: Path, key: Path, hosts: Iterable[str]) -> None:
     if certificate.exists() and key.exists():
         key.chmod(0o600)
         return
-    made, made_key = self_signed(hosts, BEGIN, END)
-    write_atomically(key, made_key, mode=0o600)
-    write_atomically(certificate, made, mode=0o600)
+    content, key_content = self_signed(hosts, BEGIN, END)
+    write_atomically(key, key_content, mode=0o600)
+    write_atomically(certificate, content, mode=0o600)
 
 
 def _read(path: Path) -> "Certificate":
@@ -123,33 +123,33 @@ def _read(path: Path) -> "Certificate":
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"{path} holds no certificate: {remedy}") from error
+        raise UserError(f"{path} does not hold a certificate: {remedy}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
 
 
 def _check_time(certificate: Path) -> None:
-    """Our machines do not look at the time of a certificate, but browsers do, and somebody meant it when it was made."""
-    found, now = _read(certificate), datetime.now(UTC)
-    if not found.not_valid_before_utc <= now <= found.not_valid_after_utc:
-        span = f"{found.not_valid_before_utc:%Y-%m-%d} to {found.not_valid_after_utc:%Y-%m-%d}"
+    """Raises UserError if a user's certificate is not valid today. Machines ignore the dates, but browsers do not."""
+    parsed, now = _read(certificate), datetime.now(UTC)
+    if not parsed.not_valid_before_utc <= now <= parsed.not_valid_after_utc:
+        span = f"{parsed.not_valid_before_utc:%Y-%m-%d} to {parsed.not_valid_after_utc:%Y-%m-%d}"
         raise UserError(
             f"The certificate {certificate} is valid from {span}, not today: give one that is valid today, or set this machine's "
             "clock. Without --cert and --key, one that does not expire is made."
         )
 
 
-def _checked(certificate: Path, key: Path) -> str:
-    """The certificate's fingerprint. The key must belong to it."""
-    found = _read(certificate)
+def _check_pair(certificate: Path, key: Path) -> str:
+    """Checks that the key belongs to the certificate, and returns the certificate's fingerprint."""
+    parsed = _read(certificate)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(
-            f"{key} is not the key of {certificate}, or cannot be read ({why}): give the pair that belongs together, the key "
+            f"{key} is not the key of {certificate}, or cannot be read ({reason}): give the pair that belongs together, the key "
             "without a password."
         ) from error
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    return fingerprint_of(found.public_bytes(Encoding.DER))
+    return fingerprint_of(parsed.public_bytes(Encoding.DER))

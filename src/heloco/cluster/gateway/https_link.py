@@ -1,4 +1,4 @@
-"""A link to a run over HTTPS: outbound connections only, one for tensors and requests, one of its own for signs of life."""
+"""A link to a run over HTTPS, with outbound connections only: one for tensors and requests, and one for beats."""
 
 import json
 import ssl
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import heloco
 from heloco.cluster.gateway import check_parts
-from heloco.cluster.gateway.pinned import clean_address, client, down, pinned
+from heloco.cluster.gateway.pinned import clean_address, link_error, make_client, pin_certificate
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TIMEOUT_S = 20.0
-"""Without a byte for this long, a connection is taken for dead."""
+"""After this many seconds without a byte a connection counts as dead."""
 PIECE = 1 << 16
-"""Bytes that are sent at once: each must get through within the time-out, also on a slow line."""
-LONGEST_ANSWER = 1 << 24
+"""Bytes that are sent at once. Each piece must get through within the timeout, also on a slow line."""
+ANSWER_LIMIT_BYTES = 1 << 24
 NO_ANSWER = {Code.INTERNAL, Code.HTTP, Code.TIMEOUT, Code.CUT}
-"""Refusals that say something about the connection or the gateway, and nothing about the request."""
+"""Refusals that are about the connection or the gateway, and not about the request."""
 
 
 class HttpsLink:
-    """Nothing is connected before the first request; every request may be repeated after `LinkDown`."""
+    """Connects at the first request. Every request may be repeated after `LinkDown`."""
 
     def __init__(self, address: str, token: str, *, timeout_s: float = TIMEOUT_S) -> None:
         check_parts("httpx")
@@ -53,13 +53,13 @@ class HttpsLink:
         self._clients: dict[str, httpx.Client] = {}
         self._opening = threading.Lock()
         self._room = bytearray()
-        """What the last start was put into, and the next will be: memory that is in use already is several times as fast."""
+        """The buffer of the last start, reused for the next one: memory that is in use already is several times as fast."""
         self._partial: tuple[RoundKey | None, bytearray, int] | None = None
-        """A download that was cut: what it is of, its bytes, and how many of them have arrived."""
+        """A download that was interrupted: its round, its buffer, and the bytes received so far."""
 
     @property
     def right(self) -> Right:
-        """What the token says that it allows."""
+        """The right of the token."""
         return self._token.right
 
     # ---- requests
@@ -67,27 +67,27 @@ class HttpsLink:
     def _client(self, purpose: str) -> "httpx.Client":
         with self._opening:
             if self._context is None:
-                self._context = pinned(self.address, self._token.fingerprint, self._timeout_s)
+                self._context = pin_certificate(self.address, self._token.fingerprint, self._timeout_s)
             if purpose not in self._clients:
                 headers = {"authorization": f"Bearer {self._token.secret}"}
-                self._clients[purpose] = client(self.address, self._context, self._timeout_s, 2, headers)
+                self._clients[purpose] = make_client(self.address, self._context, self._timeout_s, 2, headers)
             return self._clients[purpose]
 
     def _ask(self, method: str, path: str, kind: type[T], *, purpose: str = "rounds", **options: Any) -> T:
-        """One request; `Refused` where it was refused, also with the code `busy` where the answer is not there yet."""
+        """Makes one request and decodes its answer. Raises `Refused`, `LinkDown`, or `_NotYet` for a call still under way."""
         import httpx
 
         try:
             with self._client(purpose).stream(method, path, **options) as response:
                 return self._answer(response, kind)
         except httpx.TransportError as error:
-            raise down(self.address, error) from error
+            raise link_error(self.address, error) from error
 
     def _post(self, path: str, message: m.Message, kind: type[T] = m.Done, **options: Any) -> T:  # type: ignore[assignment]
         return self._ask("POST", path, kind, content=m.encode(message), **options)
 
     def _post_long(self, path: str, message: m.Message, kind: type[T] = m.Done, **options: Any) -> T:  # type: ignore[assignment]
-        """Where the synchronizer needs longer it says so, and is asked again."""
+        """Posts a request that may take long, and repeats it while the synchronizer is still busy with it."""
         while True:
             try:
                 return self._post(path, message, kind, **options)
@@ -95,7 +95,7 @@ class HttpsLink:
                 continue
 
     def _answer(self, response: "httpx.Response", kind: type[T]) -> T:
-        """What the gateway said; a refusal is raised."""
+        """Decodes the gateway's answer, or raises its refusal."""
         self._check_entry(response)
         content = self._content(response)
         if response.status_code == 202:
@@ -106,7 +106,7 @@ class HttpsLink:
             body = json.loads(content)
             code, text, size = Code(body["code"]), str(body["text"]), body.get("size")
         except (MsgspecError, ValueError, KeyError, TypeError):
-            raise LinkDown(f"{self.address} gave an answer that makes no sense here ({response.status_code}).") from None
+            raise LinkDown(f"{self.address} gave an answer that cannot be read here ({response.status_code}).") from None
         if code in NO_ANSWER:
             raise LinkDown(f"{self.address} did not get the request, or could not answer it ({text}).")
         raise Refused(code, text, size=size)
@@ -115,7 +115,7 @@ class HttpsLink:
         content = bytearray()
         for piece in response.iter_raw():
             content += piece
-            if len(content) > LONGEST_ANSWER:
+            if len(content) > ANSWER_LIMIT_BYTES:
                 raise LinkDown(f"{self.address} gave an answer that has no end.")
         return bytes(content)
 
@@ -128,8 +128,8 @@ class HttpsLink:
         if response.status_code == 429 and not response.headers.get("content-type"):
             raise LinkDown(f"{self.address} is asked too often from here.")
 
-    def _shown(self, ticket: Ticket) -> dict[str, str]:
-        """The headers by which a machine is known."""
+    def _ticket_headers(self, ticket: Ticket) -> dict[str, str]:
+        """The headers that identify a machine."""
         return {"heloco-machine": f"{ticket.machine} {ticket.secret}", "heloco-run": self._run}
 
     # ---- the run
@@ -142,34 +142,34 @@ class HttpsLink:
     def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> m.Joined:
         entries = layout.entries if layout else None
         request = m.JoinRequest(name=_printable(name, 100) or "machine", version=heloco.__version__, layout=entries)
-        joined = self._post("join", request, m.Joined, headers=self._shown(returning) if returning else {})
+        joined = self._post("join", request, m.Joined, headers=self._ticket_headers(returning) if returning else {})
         self._run = joined.run
         return joined
 
     def next_round(self, ticket: Ticket, wait_s: float) -> m.RoundAnswer:
         request = m.RoundRequest(wait_s=wait_s)
-        return self._post("round", request, m.RoundAnswer, headers=self._shown(ticket))  # type: ignore[arg-type]
+        return self._post("round", request, m.RoundAnswer, headers=self._ticket_headers(ticket))  # type: ignore[arg-type]
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
         try:
-            return self._post("beat", m.Beat(steps=steps), m.BeatAnswer, purpose="beats", headers=self._shown(ticket))
-        except UserError as error:  # whoever asks next will find out
+            return self._post("beat", m.Beat(steps=steps), m.BeatAnswer, purpose="beats", headers=self._ticket_headers(ticket))
+        except UserError as error:  # the next request of the worker will raise it
             raise LinkDown(str(error)) from error
 
     def abandon(self, ticket: Ticket, text: str) -> None:
-        self._post("abandon", m.Reason(text=_printable(text, 500)), headers=self._shown(ticket))
+        self._post("abandon", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
 
     def leave(self, ticket: Ticket, text: str) -> None:
-        self._post("leave", m.Reason(text=_printable(text, 500)), headers=self._shown(ticket))
+        self._post("leave", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
 
     def close(self) -> None:
-        """Ends the connections; the next request would make new ones."""
+        """Closes the connections. The next request would open new ones."""
         with self._opening:
             for open_client in self._clients.values():
                 open_client.close()
             self._clients.clear()
 
-    # ---- looking at it, and ruling it
+    # ---- looking at it, and controlling it
 
     def status(self) -> m.Status:
         return self._ask("GET", "status", m.Status)
@@ -183,7 +183,7 @@ class HttpsLink:
                     self._answer(response, m.Done)
                 return self._content(response)
         except httpx.TransportError as error:
-            raise down(self.address, error) from error
+            raise link_error(self.address, error) from error
 
     def stop(self, text: str) -> None:
         self._post_long("stop", m.Reason(text=_printable(text, 500)))
@@ -212,59 +212,60 @@ class HttpsLink:
         buffer = self._download("start", key, key._asdict(), ticket, layout.size)
         if xxhash.xxh3_128_hexdigest(buffer) != digest:
             raise LinkDown("What arrived is not the round's start (its digest differs).")
-        return self._checked(layout, buffer)
+        return self._view_checked(layout, buffer)
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
-        return self._checked(layout, self._download("final", None, {}, ticket, layout.size))
+        return self._view_checked(layout, self._download("final", None, {}, ticket, layout.size))
 
-    def _checked(self, layout: Layout, buffer: bytearray) -> dict[str, Tensor]:
+    def _view_checked(self, layout: Layout, buffer: bytearray) -> dict[str, Tensor]:
         if buffer[: len(layout.header)] != layout.header:
             raise Refused(Code.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
         return view(layout, buffer)
 
     def _download(self, path: str, key: RoundKey | None, query: dict[str, Any], ticket: Ticket, size: int) -> bytearray:
-        """Goes on where it was cut, in this call and in the next; gives up for now when a try brought nothing at all."""
-        buffer, arrived = self._room, 0
+        """Downloads a file, and continues after interruptions. If a try brings no byte, it keeps the partial file for the
+        next call and raises `LinkDown`."""
+        buffer, bytes_received = self._room, 0
         if self._partial is not None and self._partial[0] == key and len(self._partial[1]) == size:
-            _, buffer, arrived = self._partial
+            _, buffer, bytes_received = self._partial
         elif len(buffer) != size:
             buffer = self._room = bytearray(size)
         self._partial = None
-        while arrived < size:
-            before = arrived
-            arrived, cut = self._download_more(path, query, ticket, buffer, arrived)
-            if cut is not None and arrived == before:
-                self._partial = (key, buffer, arrived)
+        while bytes_received < size:
+            bytes_before = bytes_received
+            bytes_received, cut = self._download_more(path, query, ticket, buffer, bytes_received)
+            if cut is not None and bytes_received == bytes_before:
+                self._partial = (key, buffer, bytes_received)
                 raise cut
         return buffer
 
     def _download_more(
-        self, path: str, query: dict[str, Any], ticket: Ticket, buffer: bytearray, arrived: int
+        self, path: str, query: dict[str, Any], ticket: Ticket, buffer: bytearray, bytes_received: int
     ) -> tuple[int, LinkDown | None]:
-        """How much has arrived afterwards, and what went wrong on the way."""
+        """Continues a download. Returns the bytes received in total, and the error that interrupted it, if any."""
         import httpx
 
-        whole, headers = memoryview(buffer), {"range": f"bytes={arrived}-", **self._shown(ticket)}
+        target, headers = memoryview(buffer), {"range": f"bytes={bytes_received}-", **self._ticket_headers(ticket)}
         try:
             with self._client("rounds").stream("GET", path, params=query, headers=headers) as response:
                 if response.status_code not in (200, 206):
                     self._answer(response, m.Done)
-                arrived = self._checked_begin(response, arrived, len(buffer))
+                bytes_received = self._first_byte(response, bytes_received, len(buffer))
                 for piece in response.iter_raw():
-                    whole[arrived : arrived + len(piece)] = piece
-                    arrived += len(piece)
-            return arrived, None
+                    target[bytes_received : bytes_received + len(piece)] = piece
+                    bytes_received += len(piece)
+            return bytes_received, None
         except httpx.TransportError as error:
-            trouble = down(self.address, error)
+            trouble = link_error(self.address, error)
             if isinstance(trouble, UserError):
                 raise trouble from error
-            return arrived, trouble
+            return bytes_received, trouble
 
-    def _checked_begin(self, response: "httpx.Response", arrived: int, size: int) -> int:
-        """Where the answer's bytes belong. Its length, as it says itself, must be what is missing."""
-        begin = arrived if response.status_code == 206 else 0
+    def _first_byte(self, response: "httpx.Response", bytes_received: int, size: int) -> int:
+        """The offset of the answer's first byte. The stated length must be exactly what is missing."""
+        begin = bytes_received if response.status_code == 206 else 0
         if response.headers.get("content-length") != str(size - begin):
-            raise Refused(Code.LAYOUT, f"What a round begins with has not {size} bytes: that is another model.")
+            raise Refused(Code.LAYOUT, f"The start of the round does not have {size} bytes: it is of another model.")
         return begin
 
     # ---- tensors, up
@@ -272,32 +273,38 @@ class HttpsLink:
     def hand_in(
         self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: m.ContributionReport
     ) -> m.Acknowledgement:
-        shown, query = self._shown(ticket), key._asdict()
-        progress = self._ask("GET", "contribution", m.UploadState, params=query, headers=shown)
+        headers, query = self._ticket_headers(ticket), key._asdict()
+        progress = self._ask("GET", "contribution", m.UploadState, params=query, headers=headers)
         if progress.ack is not None:
             return progress.ack
-        digest = self._send("contribution", query, shown, progress.size, layout, tensors)
+        digest = self._send("contribution", query, headers, progress.size, layout, tensors)
         commit = m.ContributionCommit(
             worker=key.worker, round=key.round, version=key.version, digest=digest, loss=report.loss,
             last_loss=report.last_loss, samples=report.samples, units=report.units,
         )  # fmt: skip
-        return self._post_long("contribution/commit", commit, m.Acknowledgement, headers=shown)
+        return self._post_long("contribution/commit", commit, m.Acknowledgement, headers=headers)
 
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        shown = self._shown(ticket)
-        size = self._post("model", m.ModelOffer(layout=layout.entries), m.UploadState, headers=shown).size
-        digest = self._send("model", {}, shown, size, layout, tensors)
-        self._post_long("model/commit", m.ModelCommit(names=tuple(names), digest=digest), headers=shown)
+        headers = self._ticket_headers(ticket)
+        size = self._post("model", m.ModelOffer(layout=layout.entries), m.UploadState, headers=headers).size
+        digest = self._send("model", {}, headers, size, layout, tensors)
+        self._post_long("model/commit", m.ModelCommit(names=tuple(names), digest=digest), headers=headers)
 
     def _send(
-        self, path: str, query: dict[str, Any], shown: dict[str, str], offset: int, layout: Layout, tensors: Mapping[str, Tensor]
+        self,
+        path: str,
+        query: dict[str, Any],
+        ticket_headers: dict[str, str],
+        offset: int,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
     ) -> str:
-        """Sends the file of these tensors from a byte on, without ever putting it together; gives the whole file's digest."""
+        """Sends the file with these tensors from `offset` on, piece by piece. Returns the digest of the whole file."""
         if offset == layout.size:
             return digest_of(layout, tensors)
         digest = xxhash.xxh3_128()
         content = _pieces_after(offset, layout, tensors, digest)
-        headers = {"content-length": str(layout.size - offset), **shown}
+        headers = {"content-length": str(layout.size - offset), **ticket_headers}
         self._ask("PUT", path, m.UploadState, params=query | {"offset": offset}, content=content, headers=headers)
         return digest.hexdigest()
 
@@ -308,22 +315,22 @@ class HttpsLink:
         return self._ask("GET", "clock", dict[str, float])["time_s"]
 
     def probe_down(self, size: int) -> float:
-        """Seconds to get this many bytes."""
+        """Seconds to download this many bytes."""
         import httpx
 
-        began, arrived = time.perf_counter(), 0
+        began, bytes_received = time.perf_counter(), 0
         try:
             with self._client("rounds").stream("GET", "probe", params={"bytes": size}) as response:
                 if not response.is_success:
                     self._answer(response, m.Done)
-                arrived = sum(map(len, response.iter_raw()))
+                bytes_received = sum(map(len, response.iter_raw()))
         except httpx.TransportError as error:
-            raise down(self.address, error) from error
-        assert arrived == size
+            raise link_error(self.address, error) from error
+        assert bytes_received == size
         return time.perf_counter() - began
 
     def probe_up(self, size: int) -> float:
-        """Seconds to send this many bytes."""
+        """Seconds to upload this many bytes."""
         piece, began = memoryview(bytes(PIECE)), time.perf_counter()
         content = (piece[: min(PIECE, size - at)] for at in range(0, size, PIECE))
         self._ask("POST", "probe", dict[str, int], content=content, headers={"content-length": str(size)})
@@ -331,7 +338,7 @@ class HttpsLink:
 
 
 class _NotYet(Exception):
-    """The request is under way: it is to be repeated."""
+    """The call is still under way: repeat the request."""
 
 
 def _pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], digest: Any) -> Iterator[memoryview]:
@@ -343,5 +350,5 @@ def _pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], di
         at += len(piece)
 
 
-def _printable(text: str, most: int) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:most]
+def _printable(text: str, limit: int) -> str:
+    return "".join(c if c.isprintable() else " " for c in text)[:limit]

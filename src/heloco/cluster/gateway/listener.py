@@ -13,13 +13,13 @@ from heloco.cluster.gateway.admission import Admission, Visitor
 from heloco.cluster.server.resident_memory import return_free_memory
 
 STRANGER_S = 6.0
-"""Seconds that a connection has for TLS and its first request with valid credentials."""
+"""Timeout for TLS and the first request with valid credentials."""
 FAREWELL_S = 2.0
-"""Seconds that the other side has to agree to the end of TLS."""
+"""Timeout for the other side's answer to the end of TLS."""
 PAUSE_S = 0.1
-"""Seconds before the next try, when the system could not accept a connection."""
-TIDY_S, MANY = 5.0, 32
-"""Seconds between two looks at whether that many connections have ended."""
+"""Seconds until the next try after the system could not accept a connection."""
+TIDY_S, TIDY_AFTER = 5.0, 32
+"""Interval in seconds, and the number of closed connections after which free memory goes back to the system."""
 log = logging.getLogger("heloco.gateway")
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing forgets the connection at once, on both sides."""
@@ -47,49 +47,49 @@ class Listener:
         await asyncio.wait([self._tidying, *self._accepting, *self._greetings])
 
     async def _tidy(self) -> None:
-        """After many connections have ended, the memory they had goes back to the system."""
+        """Returns memory to the system after many connections have closed."""
         returned = 0
         while True:
             await asyncio.sleep(TIDY_S)
-            if self._admission.ended - returned >= MANY:
-                returned = self._admission.ended
+            if self._admission.closed - returned >= TIDY_AFTER:
+                returned = self._admission.closed
                 await asyncio.to_thread(return_free_memory)
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Until it is cancelled. Whatever goes wrong with one connection, the next one is accepted."""
+        """Accepts connections until it is cancelled. An error with one connection does not affect the next."""
         listening.setblocking(False)
         with listening:
             while True:
                 try:
-                    taken, address = await self._loop.sock_accept(listening)
-                    self._receive(taken, address[0])
-                    await asyncio.sleep(0)  # while many wait outside, accepting never does: let others run
+                    connection, address = await self._loop.sock_accept(listening)
+                    self._receive(connection, address[0])
+                    await asyncio.sleep(0)  # accepting does not yield while many connections wait
                 except Exception as error:
-                    if not isinstance(error, OSError | MemoryError):  # it is gone again, or nothing is left for it
+                    if not isinstance(error, OSError | MemoryError):  # it was closed again, or resources ran out
                         log.error("A connection could not be accepted: %r", error)
                     await asyncio.sleep(PAUSE_S)
 
-    def _receive(self, taken: socket.socket, address: str) -> None:
-        visitor = self._admission.arrive(address, taken.close)
+    def _receive(self, connection: socket.socket, address: str) -> None:
+        visitor = self._admission.arrive(address, connection.close)
         if visitor is None:
             with contextlib.suppress(OSError):
-                taken.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            taken.close()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+            connection.close()
             return
-        greeting = self._loop.create_task(self._greet(taken, visitor))
+        greeting = self._loop.create_task(self._greet(connection, visitor))
         visitor.end = greeting.cancel
         self._greetings.add(greeting)
         greeting.add_done_callback(self._greetings.discard)
 
-    async def _greet(self, taken: socket.socket, visitor: Visitor) -> None:
-        """TLS; then the protocol has the connection, and tells when it is over."""
+    async def _greet(self, connection: socket.socket, visitor: Visitor) -> None:
+        """Does the TLS handshake and hands the connection to its protocol."""
         self._loop.call_later(STRANGER_S, _end_stranger, visitor)
         try:
             await self._loop.connect_accepted_socket(
-                lambda: self._make_protocol(visitor), taken, ssl=self._context, ssl_handshake_timeout=STRANGER_S,
+                lambda: self._make_protocol(visitor), connection, ssl=self._context, ssl_handshake_timeout=STRANGER_S,
                 ssl_shutdown_timeout=FAREWELL_S,
             )  # fmt: skip
-        except (OSError, MemoryError, RuntimeError):  # no TLS, too slow, cut (uvloop: RuntimeError): there is nobody to tell
+        except (OSError, MemoryError, RuntimeError):  # no TLS, too slow, or closed (uvloop: RuntimeError)
             self._admission.leave(visitor)
         except BaseException:
             self._admission.leave(visitor)

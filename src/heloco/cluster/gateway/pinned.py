@@ -1,4 +1,4 @@
-"""The client's side of the token: the certificate that the synchronizer shows must be the one in it, and no other will do."""
+"""Certificate pinning: a client trusts exactly the certificate whose fingerprint is in the token."""
 
 import ipaddress
 import ssl
@@ -17,16 +17,18 @@ _NO_CHECK_TIME = 0x200000
 
 
 def clean_address(address: str) -> str:
-    """https://HOST:PORT, and nothing behind it."""
+    """The address in the form https://HOST:PORT. Raises UserError for anything else."""
     try:
-        found = urlsplit(address.strip())
-        whole = found.scheme == "https" and found.hostname and found.path in ("", "/") and not found.query and not found.username
-        port = f":{found.port}" if found.port else ""
+        parts = urlsplit(address.strip())
+        is_complete = (
+            parts.scheme == "https" and parts.hostname and parts.path in ("", "/") and not parts.query and not parts.username
+        )
+        port = f":{parts.port}" if parts.port else ""
     except ValueError:
-        whole, port = False, ""
-    if not whole:
-        raise UserError(f"{address!r} is no address of a gateway: it has the form https://HOST:PORT.")
-    return f"https://{found.netloc.rpartition('@')[2].removesuffix(port)}{port}"
+        is_complete, port = False, ""
+    if not is_complete:
+        raise UserError(f"{address!r} is not the address of a gateway: it must have the form https://HOST:PORT.")
+    return f"https://{parts.netloc.rpartition('@')[2].removesuffix(port)}{port}"
 
 
 def is_loopback(address: str) -> bool:
@@ -37,10 +39,12 @@ def is_loopback(address: str) -> bool:
         return host == "localhost"
 
 
-def client(address: str, context: ssl.SSLContext, timeout_s: float, connections: int, headers: dict[str, str]) -> "httpx.Client":
-    """Proxies are taken from the environment (HTTPS_PROXY, NO_PROXY), but never for this machine itself.
+def make_client(
+    address: str, context: ssl.SSLContext, timeout_s: float, connections: int, headers: dict[str, str]
+) -> "httpx.Client":
+    """An HTTP client. It takes proxies from the environment (HTTPS_PROXY, NO_PROXY), except for loopback addresses.
 
-    Redirects are not followed: the token goes to the address that was given, and nowhere else."""
+    It follows no redirects, so that the token goes to the given address and nowhere else."""
     import httpx
 
     return httpx.Client(
@@ -51,42 +55,42 @@ def client(address: str, context: ssl.SSLContext, timeout_s: float, connections:
     )  # fmt: skip
 
 
-def pinned(address: str, fingerprint: str, timeout_s: float) -> ssl.SSLContext:
-    """Looks at the synchronizer's certificate, without telling it anything, and trusts exactly this one if it is the token's."""
+def pin_certificate(address: str, fingerprint: str, timeout_s: float) -> ssl.SSLContext:
+    """A TLS context that trusts exactly the server's certificate, if it has this fingerprint. No secret is sent before that."""
     import httpx
 
     unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
     try:
-        with client(address, unchecked, timeout_s, 1, {}) as looking, looking.stream("GET", "") as response:
+        with make_client(address, unchecked, timeout_s, 1, {}) as session, session.stream("GET", "") as response:
             stream: Any = response.extensions["network_stream"]
             der: bytes = stream.get_extra_info("ssl_object").getpeercert(True)
     except httpx.TransportError as error:
-        raise down(address, error) from error
+        raise link_error(address, error) from error
     if fingerprint_of(der) != fingerprint:
-        raise other_certificate(address)
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    made.minimum_version = ssl.TLSVersion.TLSv1_2
-    made.check_hostname = False  # the certificate itself is known, whatever names it has
-    # Nothing but the certificate itself counts: a machine whose clock is wrong by years may take part.
-    made.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
-    made.load_verify_locations(cadata=der)
-    return made
+        raise certificate_error(address)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False  # the certificate itself is pinned, so its names do not matter
+    # Dates do not matter either: a machine whose clock is wrong by years may take part.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    context.load_verify_locations(cadata=der)
+    return context
 
 
-def other_certificate(address: str) -> UserError:
+def certificate_error(address: str) -> UserError:
     return UserError(
-        f"The certificate of {address} is not the one in the token: the token is of another run or an old one, or somebody "
-        "stands in between. Paste the token that `heloco serve` prints there now."
+        f"The certificate of {address} is not the one in the token: the token is old or of another run, or somebody "
+        "intercepts the connection. Paste the token that `heloco serve` prints there now."
     )
 
 
-def down(address: str, error: Exception) -> LinkDown | UserError:
-    """What a failed request means: to try again later, or that something must be mended first."""
+def link_error(address: str, error: Exception) -> LinkDown | UserError:
+    """The exception for a failed request: `LinkDown` to try again later, or UserError if the certificate is wrong."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return other_certificate(address)
+            return certificate_error(address)
         cause = cause.__cause__ or cause.__context__
-    why = str(error) or type(error).__name__
-    return LinkDown(f"{address} cannot be reached ({why}).")
+    reason = str(error) or type(error).__name__
+    return LinkDown(f"{address} cannot be reached ({reason}).")

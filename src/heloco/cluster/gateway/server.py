@@ -1,4 +1,4 @@
-"""The gateway as a server of its own in a thread: TLS on one port, with a loop that is nobody else's."""
+"""The gateway's server: TLS on one port, in a thread with its own event loop."""
 
 import asyncio
 import errno
@@ -18,17 +18,17 @@ from heloco.errors import UserError
 
 KEEP_ALIVE_S = 75
 GRACE_S = 2
-"""For requests under way, when it ends; transfers go on where they were cut."""
+"""Seconds that requests under way get when the server stops. Transfers can continue later."""
 BACKLOG = 256
 PAGE_THREADS = 4
-"""For the live page."""
+"""Threads for the live page."""
 
 log = logging.getLogger("heloco.gateway")
 
 
 class GatewayServer:
-    """`start` listens, `stop` ends it; the run stays as it is. `page`: see `app`. `places`: how many
-    connections may be open; by default as many as the process has descriptors for."""
+    """Serves a run over HTTPS from `start` to `stop`. `page`: see `app`. `places`: how many connections may
+    be open; by default as many as the process has descriptors for."""
 
     def __init__(
         self, run: RunHost, credentials: Credentials, host: str = "0.0.0.0", port: int = 8443, page: Any = None,
@@ -56,7 +56,7 @@ class GatewayServer:
         listening = listen(self.host, self.port)
         self.port = listening.getsockname()[1]
         try:
-            self._server = self._built(listening, Admission(places))
+            self._server = self._build(listening, Admission(places))
         except BaseException:
             listening.close()
             raise
@@ -67,7 +67,7 @@ class GatewayServer:
             listening.close()
             raise RuntimeError("The gateway did not start: its log has the details.")
 
-    def _built(self, listening: socket.socket, admission: Admission) -> Any:
+    def _build(self, listening: socket.socket, admission: Admission) -> Any:
         import uvicorn
 
         from heloco.cluster.gateway.app import app
@@ -75,11 +75,12 @@ class GatewayServer:
         from heloco.cluster.gateway.listener import Listener
         from heloco.cluster.gateway.uvicorn_http import Server
 
-        made = app(self.run, self.page)
-        self.api = made.state.api
+        application = app(self.run, self.page)
+        self.api = application.state.api
         config = uvicorn.Config(
-            made, loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False, server_header=False, access_log=False,
-            log_config=None, log_level="critical", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
+            application, loop=fastest_loop(), ws="none", lifespan="on", proxy_headers=False, server_header=False,
+            access_log=False, log_config=None, log_level="critical",
+            timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip
         config.load()
         context, page_threads = self.credentials.context(), started_pool(PAGE_THREADS, "gateway-page")
@@ -102,7 +103,7 @@ class GatewayServer:
             self._started.set()
 
     def stop(self) -> None:
-        """Lets requests under way end, for a moment, and waits until nothing touches the service any more."""
+        """Gives requests under way a moment to finish, and waits until nothing touches the service any more."""
         if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive():
@@ -113,32 +114,32 @@ class GatewayServer:
 
 
 def open_gateway(run: RunHost, listen: ListenConfig, folder: Path, page: Any) -> GatewayServer:
-    """A gateway over the run, with the certificate in `folder`, made where there is none."""
-    credentials = Credentials.found_or_made(folder, listen.names, cert=listen.cert, key=listen.key)
+    """Starts a gateway for the run, with the certificate in `folder`, which is made if there is none."""
+    credentials = Credentials.load_or_make(folder, listen.names, cert=listen.cert, key=listen.key)
     gateway = GatewayServer(run, credentials, listen.host, listen.port, page)
     gateway.start()
     return gateway
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, or a sentence that says why not."""
+    """A listening socket at the address. Raises UserError if that is not possible."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        made = socket.socket(family, kind, protocol)
+        listening = socket.socket(family, kind, protocol)
     except (OSError, OverflowError) as error:
-        raise UserError(f"{host!r} with port {port} is no address to listen at ({error}): mend --host or --port.") from error
+        raise UserError(f"{host!r} with port {port} is not an address to listen at ({error}): fix --host or --port.") from error
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen(BACKLOG)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(BACKLOG)
     except OSError as error:
-        made.close()
-        why = {
+        listening.close()
+        reasons = {
             errno.EADDRINUSE: f"port {port} is taken: stop what listens there, or choose another --port (0: any free one).",
             errno.EACCES: f"port {port} needs special rights: choose a --port from 1024 on.",
-            errno.EADDRNOTAVAIL: f"{host} is no address of this machine: mend --host (0.0.0.0: all of them).",
+            errno.EADDRNOTAVAIL: f"{host} is not an address of this machine: fix --host (0.0.0.0: all of them).",
         }.get(error.errno or 0, f"{error.strerror}: choose another --host or --port.")
-        raise UserError(f"The gateway cannot listen at {host}:{port}: {why}") from error
-    return made
+        raise UserError(f"The gateway cannot listen at {host}:{port}: {reasons}") from error
+    return listening

@@ -16,18 +16,18 @@ from heloco.cluster.gateway.admission import App, Receive, Scope, Send
 
 
 class Pipelined(Exception):
-    """A request came before the one before it was answered."""
+    """A request came before the previous one was answered."""
 
 
 class Owner(Protocol):
-    """What a connection does itself."""
+    """The part of a connection that uvicorn's protocol calls."""
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None: ...
     def refuse(self, *, pipelined: bool) -> None:
-        """Answers what is no request, and ends the connection."""
+        """Answers bytes that are not a valid request, and closes the connection."""
 
     def shut_down(self) -> None:
-        """The server ends."""
+        """Called when the server stops."""
 
 
 class Http(HttpToolsProtocol):
@@ -42,7 +42,7 @@ class Http(HttpToolsProtocol):
         await self._owner.serve(self._served, scope, receive, send)
 
     def feed(self, data: memoryview) -> bool:
-        """Whether a request is under way now, or was begun and answered meanwhile."""
+        """Parses bytes. True if a request is under way now, or began and was answered during the call."""
         before = self.cycle
         self.data_received(data)  # type: ignore[arg-type]
         return self.cycle is not None and (self.cycle is not before or self.is_answering)
@@ -53,18 +53,18 @@ class Http(HttpToolsProtocol):
 
     @property
     def is_discarding(self) -> bool:
-        """Whether the rest of a body is coming in whose request was answered already."""
+        """Whether the rest of a body is still arriving after its request was answered."""
         return self.cycle is not None and self.cycle.more_body
 
     def on_message_begin(self) -> None:
-        """httptools calls it before it reads anything else of a request, so a second one takes no memory."""
+        """httptools calls this before it reads anything else of a request, so a pipelined request takes no memory."""
         if self.is_answering:
             self._is_pipelined = True
             raise Pipelined
         super().on_message_begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn leaves the timer of a connection that was cut, which holds the connection in memory."""
+        """Cancels the keep-alive timer, which uvicorn leaves and which would hold the connection in memory."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self.app = self._served
@@ -76,20 +76,20 @@ class Http(HttpToolsProtocol):
         self._owner.shut_down()
 
     def finish(self) -> None:
-        """Ends when the request under way is answered."""
+        """Closes the connection when the request under way is answered."""
         super().shutdown()
 
 
 class Listening(Protocol):
-    """What uvicorn's server needs of a listener: as much as it uses of `asyncio.Server`."""
+    """The part of `asyncio.Server` that uvicorn's server uses."""
 
     def close(self) -> None: ...
     async def wait_closed(self) -> None: ...
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a listener of ours. `open_listener` is called in the server's loop, with
-    a function that makes the protocol of a connection."""
+    """uvicorn's server with our own listener. `open_listener` is called in the server's loop, with a
+    function that makes the protocol of a connection."""
 
     def __init__(self, config: uvicorn.Config, open_listener: Callable[[Callable[[Owner], Http]], Listening]) -> None:
         super().__init__(config)

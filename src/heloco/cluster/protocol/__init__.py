@@ -1,1 +1,1 @@
-"""What a machine and a run say to each other, whatever connects them."""
+"""The messages between a machine and a run, independent of the transport."""

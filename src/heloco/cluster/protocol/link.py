@@ -1,4 +1,4 @@
-"""What connects a machine, or a person, with a run: the same requests over HTTPS, Ray, or inside one process."""
+"""The link between a machine or a person and a run: the same requests over HTTPS, over Ray, or inside one process."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -24,13 +24,13 @@ from heloco.wire.layout import Layout, pieces
 
 
 class LinkDown(Exception):
-    """The run cannot be reached at the moment. Asking again later is right: every request may be repeated."""
+    """The run cannot be reached at the moment. Try again later: every request may be repeated."""
 
 
 class Link(Protocol):
-    """What a machine asks of a run. Every request raises `Refused` where it was refused and `LinkDown` where no answer came.
+    """The requests that a machine makes. Each raises `Refused` if it is refused, and `LinkDown` if no answer comes.
 
-    Beats must not wait for tensors; a transfer that was cut goes on where it stopped when it is asked for again."""
+    Beats must not wait for tensors. A transfer that was interrupted continues where it stopped when it is requested again."""
 
     address: str
 
@@ -38,10 +38,10 @@ class Link(Protocol):
     def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined: ...
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None: ...
     def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
-        """Waits up to `wait_s` for a round where there is none at once."""
+        """Waits up to `wait_s` for a round if there is none at once."""
 
     def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:
-        """What the round begins with, checked. The tensors belong to the caller; the next start may take their place."""
+        """The tensors that the round begins with, checked. The next `fetch` may overwrite them."""
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         """The model of a run that has ended."""
@@ -58,14 +58,14 @@ class Link(Protocol):
 
 
 class AdminLink(Protocol):
-    """What people ask of a run: to look at it, and to rule it."""
+    """The requests that people make: to look at a run, and to control it."""
 
     address: str
 
     def describe(self) -> RunInfo: ...
     def status(self) -> Status: ...
     def read(self, name: str, offset: int) -> bytes:
-        """More of one of the run's files that may be shown, from a byte on."""
+        """The next part of one of the run's readable files, from byte `offset` on."""
 
     def stop(self, text: str) -> None: ...
     def pause(self, text: str) -> None: ...
@@ -78,7 +78,7 @@ class AdminLink(Protocol):
 
 
 def digest_of(layout: Layout, tensors: Mapping[str, Tensor]) -> str:
-    """xxh3-128 of the file that these tensors are."""
+    """xxh3-128 of these tensors as a file."""
     digest = xxhash.xxh3_128()
     for piece in pieces(layout, tensors):
         digest.update(piece)

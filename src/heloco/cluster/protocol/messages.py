@@ -1,7 +1,7 @@
 """The messages between machines and a run: typed, frozen, the same over HTTPS and Ray.
 
-Codes (`kind`, `code`) decide; `text` is for people, and no program compares it. What comes from outside is checked for types and
-ranges while it is decoded (`decode`, `convert`), before anything is done with it.
+Codes (`kind`, `code`) decide; `text` is for people, and no program compares it. Messages from outside are checked for types and
+ranges while they are decoded (`decode`, `convert`), before they are used.
 """
 
 import re
@@ -16,9 +16,9 @@ from heloco.records.events import PauseKind
 
 T = TypeVar("T")
 _DIGITS = re.compile(r"[0-9]{1,16}")
-MAX_WHOLE = 1 << 53
-"""Above it a whole number is not safe in JSON."""
-Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_WHOLE)]
+NATURAL_LIMIT = 1 << 53
+"""A larger whole number is not exact in JSON."""
+Natural: TypeAlias = Annotated[int, Meta(ge=0, le=NATURAL_LIMIT)]
 ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100)]
 Text: TypeAlias = Annotated[str, Meta(max_length=500)]
 Digest: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
@@ -34,7 +34,7 @@ class Message(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RoundKey(NamedTuple):
-    """Which round a contribution is of."""
+    """The round that a contribution belongs to."""
 
     worker: int
     round: int
@@ -42,12 +42,12 @@ class RoundKey(NamedTuple):
 
 
 class Ticket(Message, frozen=True, kw_only=True):
-    """By what a machine proves to be itself. It gets it on joining, shows it with every request, and keeps it for coming back."""
+    """Proves which machine sends a request. A machine gets it when it joins, and keeps it so that it can come back."""
 
     machine: str
-    """Its id: everybody who may look at the run knows it."""
+    """The machine's id. Everybody who may look at the run can see it."""
     secret: str
-    """Nobody else knows it."""
+    """Known to this machine alone; the run keeps only its hash."""
 
 
 EndKind = Literal["finished", "stopped", "gave-up", "failed"]
@@ -57,16 +57,16 @@ class Ended(Message, frozen=True, kw_only=True):
     """Why the run takes no more contributions.
 
     finished   all arrivals are in;
-    stopped    somebody stopped it: it is saved and can be served again;
-    gave-up    it paused for longer than it may;
-    failed     its disk or its program failed. The process stops, and a restart continues: machines wait for that."""
+    stopped    somebody stopped it; it is saved and can be served again;
+    gave-up    it was paused for longer than `give_up_after_s`;
+    failed     its disk or its program failed. The process stops, machines wait, and a restart continues."""
 
     kind: EndKind
     text: str
 
 
 class Paused(Message, frozen=True, kw_only=True):
-    """Why rounds are not handed out at the moment."""
+    """Why no rounds are handed out at the moment."""
 
     kind: PauseKind
     text: str
@@ -80,32 +80,32 @@ class RunInfo(Message, frozen=True, kw_only=True):
 
     run: str
     heloco: str
-    """The version that serves it."""
+    """The version of heloco that serves the run."""
     config: str
-    """As TOML."""
+    """The run's config as TOML."""
     task_digest: str
     model_digest: str
     external: bool
     """Whether the run trains a model that its machines bring."""
     ended: Ended | None = None
     ray: str = ""
-    """The version of Ray that serves it; empty where none does."""
+    """The version of Ray that serves the run; empty if it is served without Ray."""
 
 
 class JoinRequest(Message, frozen=True, kw_only=True):
     name: ShortText
-    """For people."""
+    """The machine's name, for people."""
     version: ShortText
-    """Of the machine's heloco."""
+    """The version of heloco on the machine."""
     layout: Entries | None = None
-    """Of the machine's own model, where it brings one."""
+    """The blocks of the machine's own model, if it brings one."""
 
 
 class Joined(Message, frozen=True, kw_only=True):
     run: str
     ticket: Ticket
     seat: int | None
-    """The worker whose rounds are this machine's; None: all have a machine, it waits for one."""
+    """The worker whose rounds this machine does; None if every worker has a machine, and this one is a spare."""
     seats: int
     beat_s: float
     needs_model: bool
@@ -141,7 +141,7 @@ class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field
     start_digest: str
     """xxh3-128 of the file that the round begins with."""
     keeps_state: bool
-    """Whether the worker's last accepted round was this machine's: only then may it go on with the optimizer state of that."""
+    """Whether this machine did the worker's last accepted round. Only then may it reuse its optimizer state."""
 
     @property
     def key(self) -> RoundKey:
@@ -165,17 +165,17 @@ class RoundRequest(Message, frozen=True, kw_only=True):
 class Beat(Message, frozen=True, kw_only=True):
     """A sign of life."""
 
-    steps: Whole
-    """Inner steps of the present round that the machine says are done."""
+    steps: Natural
+    """Inner steps of the current round that are done, as the machine reports them."""
 
 
 class BeatAnswer(Message, frozen=True, kw_only=True):
-    """Whether going on with the round makes sense."""
+    """Whether it is still worth continuing the round."""
 
     ended: Ended | None
     paused: Paused | None
     too_stale: bool
-    """Whether the contribution would come too late to be used."""
+    """Whether the contribution would arrive too late to be used."""
     round: RoundKey | None
     """The round that the machine holds."""
 
@@ -192,24 +192,24 @@ class UploadState(Message, frozen=True, kw_only=True):
 
 
 class ContributionReport(Message, frozen=True, kw_only=True):
-    """What a machine says about its contribution."""
+    """What a machine reports with its contribution."""
 
     loss: float | None = None
     last_loss: float | None = None
-    samples: Whole = 0
-    units: Whole = 0
+    samples: Natural = 0
+    units: Natural = 0
 
 
 class ContributionCommit(ContributionReport, frozen=True, kw_only=True):
     digest: Digest
-    """xxh3-128 of the file."""
-    worker: Whole
-    round: Whole
-    version: Whole
+    """xxh3-128 of the contribution's file."""
+    worker: Natural
+    round: Natural
+    version: Natural
 
 
 class Acknowledgement(Message, frozen=True, kw_only=True):
-    """What became of a contribution. It is durable when it is acknowledged."""
+    """What became of a contribution. An acknowledged contribution is durable."""
 
     worker: int
     round: int
@@ -221,7 +221,7 @@ class Acknowledgement(Message, frozen=True, kw_only=True):
     reason: str
 
 
-# ---- looking at a run, and ruling it
+# ---- looking at a run, and controlling it
 
 
 class MachineStatus(Message, frozen=True, kw_only=True):
@@ -235,9 +235,9 @@ class MachineStatus(Message, frozen=True, kw_only=True):
     arrivals: int
     silent_s: float
     is_away: bool
-    """It held a round before a restart and has not been heard of since."""
+    """Whether the machine held a round before a restart and has not been heard from since."""
     wasted: int
-    """Rounds in a row that came to nothing."""
+    """Rounds in a row that this machine wasted."""
     token: str
     per_minute: float | None = None
     share: float | None = None
@@ -265,17 +265,18 @@ Right = Literal["worker", "viewer", "admin"]
 
 
 class TokenInfo(Message, frozen=True, kw_only=True):
-    """What may be said about a token. The secret itself is only told to who makes it."""
+    """The public facts of a token. Its secret is sent once, to the person who makes it."""
 
     id: str
     right: Right
     made: str
+    """The day on which the token was made."""
     note: str
     is_revoked: bool
     machines: int = 0
-    """How many machines are here with it."""
+    """How many present machines joined with this token."""
     token: str = ""
-    """The token, in the answer to who made it."""
+    """The token itself, only in the answer to the request that made it."""
 
 
 class TokenList(Message, frozen=True, kw_only=True):
@@ -297,7 +298,7 @@ class MachineId(Message, frozen=True, kw_only=True):
 
 
 class Done(Message, frozen=True, kw_only=True):
-    """It was done; there is nothing more to say."""
+    """The request succeeded, and the answer has no content."""
 
 
 # ---- to bytes and back
@@ -306,22 +307,22 @@ encode = msgspec.json.encode
 
 
 def decode(content: bytes, kind: type[T]) -> T:
-    """A message from JSON, or `Refused` where it is none of its kind."""
+    """A message from JSON. Raises `Refused` if it does not have the type `kind`."""
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise Refused(Code.MALFORMED, f"The message is not as it should be: {error}.") from None
+        raise Refused(Code.MALFORMED, f"The message is malformed: {error}.") from None
 
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
-    """A message from the named values of a query, in which whole numbers are spelt with digits and nothing else."""
-    spelt = {name: int(value) if _DIGITS.fullmatch(value) else value for name, value in values.items()}
+    """A message from the values of a query, where a text of digits alone is a whole number."""
+    parsed = {name: int(value) if _DIGITS.fullmatch(value) else value for name, value in values.items()}
     try:
-        return msgspec.convert(spelt, type=kind)
+        return msgspec.convert(parsed, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise Refused(Code.MALFORMED, f"The query is not as it should be: {error}.") from None
+        raise Refused(Code.MALFORMED, f"The query is malformed: {error}.") from None
 
 
 def to_plain(message: Any) -> Any:
-    """As values that JSON has."""
+    """The message as plain values that JSON can hold."""
     return msgspec.to_builtins(message)

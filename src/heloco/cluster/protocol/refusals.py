@@ -13,7 +13,7 @@ class Code(StrEnum):
     TIMEOUT = "timeout"
     CUT = "cut"
     HTTP = "http"
-    """What came is no HTTP request."""
+    """The bytes were not an HTTP request."""
     INTERNAL = "internal"
     RATE = "rate"
     RIGHT = "right"
@@ -22,13 +22,13 @@ class Code(StrEnum):
     VERSION = "version"
     ENDED = "ended"
     AWAY = "away"
-    """The synchronizer's process is about to stop and to be started again: ask again later."""
+    """The synchronizer's process is about to stop and will be started again: ask again later."""
     BUSY = "busy"
     DISK = "disk"
     UNKNOWN_MACHINE = "unknown-machine"
-    """The machine is not here, or was away for too long: it joins again."""
+    """The machine is not in the roster, or was away for too long: it has to join again."""
     SECRET = "secret"
-    """The ticket is not the machine's."""
+    """The secret in the ticket is not the machine's."""
     BARRED = "barred"
     """The machine was turned away or evicted."""
     NOT_HELD = "not-held"
@@ -52,7 +52,7 @@ class Code(StrEnum):
 RETRIED_LATER = frozenset({Code.BUSY, Code.DISK, Code.RATE, Code.AWAY})
 """Refusals after which the same request may succeed by itself."""
 RESUMED = frozenset({Code.OFFSET, Code.INCOMPLETE, Code.CORRUPTED})
-"""Refusals of a transfer that is to go on from what has arrived."""
+"""Refusals after which a transfer continues from the bytes that have arrived."""
 
 
 class Refused(Exception):
@@ -62,11 +62,11 @@ class Refused(Exception):
         super().__init__(text)
         self.code, self.text = code, text
         self.size = size
-        """How much of a transfer has arrived, where that is what is wrong."""
+        """Bytes of the transfer that have arrived, if the offset was wrong."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _refused, (self.code, self.text, self.size)
+        return _make_refusal, (self.code, self.text, self.size)
 
 
-def _refused(code: Code, text: str, size: int | None) -> Refused:
+def _make_refusal(code: Code, text: str, size: int | None) -> Refused:
     return Refused(code, text, size=size)

@@ -1,8 +1,8 @@
-"""A token as it is pasted: what it allows, a secret, and the fingerprint of the synchronizer's certificate.
+"""Tokens as text: a right, a secret, and the fingerprint of the synchronizer's certificate.
 
     heloco-worker.SECRET.FINGERPRINT
 
-So a machine knows the synchronizer by its certificate itself: no authority has to vouch for it, and its name may change."""
+The fingerprint identifies the synchronizer: no certificate authority is needed, and its host name may change."""
 
 import re
 from typing import NamedTuple, get_args

@@ -1,8 +1,7 @@
-"""The service in an actor. Its answers are tagged values and never exceptions: Ray would wrap those beyond recognition.
+"""The service as a Ray actor. Its answers are tagged values and never exceptions, because Ray would wrap those.
 
-Calls of each kind have threads of their own, so that a sign of life waits behind no tensor and no evaluation. Tensors are the
-bytes of a safetensors file in flat numpy buffers: Ray shares them between the processes of a node, and copies them once to
-another.
+Each kind of call has its own threads, so that a beat never waits for a tensor or an evaluation. Tensors are the bytes of a
+safetensors file in flat numpy buffers. Ray shares them between the processes of a node, and copies them once to another node.
 """
 
 import importlib
@@ -35,42 +34,42 @@ from heloco.cluster.server.resident_memory import forget, memory_of
 from heloco.cluster.server.service import Service
 from heloco.cluster.server.transfers import Upload
 from heloco.errors import RunStopped, UserError
-from heloco.wire.layout import AT_ONCE, Layout
+from heloco.wire.layout import PIECE_BYTES, Layout
 
 NAME = "heloco-synchronizer"
 OK, REFUSED, DOWN, FAILED = "ok", "refused", "down", "failed"
 Reply = tuple[Any, ...]
-"""(OK, answer), (REFUSED, code, text, size), (DOWN, text): ask again, (FAILED, text): a person must do something."""
-AT_ONCE_IN, AT_ONCE_OUT = 2, 2
-"""Contributions taken in, and starts handed out, at the same time: this bounds the memory, whatever the number of workers."""
-WAITING = 64
-"""Machines that can wait for a round at the same time; more of them wait for their turn to wait."""
-GROUPS = {"beats": 2, "waiting": WAITING, "starts": AT_ONCE_OUT, "contributions": AT_ONCE_IN, "over": 2}
+"""(OK, answer), (REFUSED, code, text, size), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
+UPLOAD_LIMIT, DOWNLOAD_LIMIT = 2, 2
+"""How many contributions are received and how many starts are sent at the same time. This bounds the memory."""
+WAITING_LIMIT = 64
+"""How many calls can wait for a round at the same time. Further calls queue."""
+GROUPS = {"beats": 2, "waiting": WAITING_LIMIT, "starts": DOWNLOAD_LIMIT, "contributions": UPLOAD_LIMIT, "end": 2}
 GROUP_OF = {
-    "beat": "beats", "ping": "beats", "got": "beats", "next_round": "waiting", "fetch": "starts", "hand_in": "contributions",
-    "send_model": "contributions", "over": "over",
+    "beat": "beats", "ping": "beats", "release_start": "beats", "next_round": "waiting", "fetch": "starts",
+    "hand_in": "contributions", "send_model": "contributions", "wait_for_end": "end",
 }  # fmt: skip
 CALLS = {
     "abandon": "service.rounds.abandon", "leave": "service.members.leave", "read": "service.admin.read",
     "stop": "service.admin.stop", "pause": "service.pauses.order", "evict": "service.members.evict", "tokens": "list_tokens",
     "new_token": "new_token", "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip
-"""Request -> what of the host it is handed to as it is."""
+"""Request -> the method of the `RunHost` that answers it."""
 STEP_S = 1.0
-PIECE = AT_ONCE
-"""Bytes of an object in Ray's store, at most: neither side has to hold a whole model in memory besides its own."""
+PIECE = PIECE_BYTES
+"""An object in Ray's store has at most this many bytes, so that neither side holds a second model in memory."""
 
 
 def tensor_deadline_s(size: int) -> float:
-    """How long tensors may take to come: a megabyte a second at the least."""
+    """Time limit for a transfer of this many bytes, at a megabyte per second."""
     return 60.0 + size / 1e6
 
 
 class Late(Exception):
-    """It cannot be answered yet, or something did not come in time; the text is the sentence."""
+    """The call cannot be answered yet, or a transfer was too slow."""
 
 
-def answered(ask: Callable[[], Any]) -> Reply:
+def reply_to(ask: Callable[[], Any]) -> Reply:
     try:
         return (OK, ask())
     except Refused as refused:
@@ -87,25 +86,26 @@ class SynchronizerActor:
     def __init__(self) -> None:
         self._host: RunHost | None = None
         self._threads = 1
-        self._begun = threading.Event()
+        self._has_begun = threading.Event()
         self._one_model = threading.Lock()
-        """Of the files of starts and contributions, one at a time is in memory."""
+        """Held while a start or a contribution is in memory, so that there is only one."""
         self._shared: tuple[Path, list[Any]] | None = None
-        """(file, references) of the start that was last handed out: machines that begin together want the same."""
-        self._given: dict[str, list[Any]] = {}
-        """Machine -> the start it is fetching. Ray's own account of who still wants an object can miss one that was just sent."""
+        """(file, references) of the start that was sent last. Machines that begin together fetch the same one."""
+        self._starts_sent: dict[str, list[Any]] = {}
+        """Machine -> references of the start that it is fetching. Ray itself may free an object whose reference was just sent."""
 
     def begin(self, spec: ServeSpec, threads: int) -> Reply:
-        """Everything slow: the data is prepared, the journal followed. Until then all others are told to ask again."""
+        """Opens the run, which may take long: it prepares data and follows the journal. Until then
+        other calls are answered DOWN."""
 
-        def begun() -> dict[str, Any]:
+        def open_host() -> dict[str, Any]:
             torch.set_num_threads(threads)
             self._host = RunHost.open(spec)
-            self._threads = torch.get_num_threads()  # a run that is taken up goes on with as many as it had
-            self._begun.set()
+            self._threads = torch.get_num_threads()  # a resumed run keeps its number of threads
+            self._has_begun.set()
             return {"address": self._host.address, "notices": self._host.service.notices, "pid": os.getpid()}
 
-        return answered(begun)
+        return reply_to(open_host)
 
     @property
     def host(self) -> RunHost:
@@ -119,40 +119,40 @@ class SynchronizerActor:
 
     # ---- requests without tensors
 
-    def ask(self, what: str, *given: Any) -> Reply:
-        return answered(lambda: operator.attrgetter(CALLS[what])(self.host)(*given))
+    def ask(self, request: str, *arguments: Any) -> Reply:
+        return reply_to(lambda: operator.attrgetter(CALLS[request])(self.host)(*arguments))
 
     def describe(self) -> Reply:
-        def described() -> RunInfo:
+        def describe_run() -> RunInfo:
             return structs.replace(self.service.describe(), ray=require_ray().__version__)
 
-        return answered(described)
+        return reply_to(describe_run)
 
     def join(self, request: JoinRequest, ticket: Ticket | None) -> Reply:
-        return answered(lambda: self.service.members.join(request, ticket))
+        return reply_to(lambda: self.service.members.join(request, ticket))
 
     def status(self) -> Reply:
-        return answered(lambda: self.service.admin.status())
+        return reply_to(lambda: self.service.admin.status())
 
     def memory(self) -> Reply:
-        """What the synchronizer's process holds in memory."""
-        return answered(lambda: memory_of(os.getpid()))
+        """Memory of the synchronizer's process."""
+        return reply_to(lambda: memory_of(os.getpid()))
 
     def beat(self, ticket: Ticket, steps: int) -> Reply:
-        return answered(lambda: self.service.members.beat(ticket, steps))
+        return reply_to(lambda: self.service.members.beat(ticket, steps))
 
     def ping(self, machine: str) -> Reply:
-        """From a machine that waits for tensors, here or under way: it is not to blame for that."""
-        return answered(lambda: self.service.state.moved(machine))
+        """From a machine that waits for a transfer, so that it does not count as lost."""
+        return reply_to(lambda: self.service.state.note_transfer(machine))
 
     def next_round(self, ticket: Ticket, wait_s: float) -> Reply:
-        return answered(lambda: wait_for_round(self.service, ticket, wait_s))
+        return reply_to(lambda: wait_for_round(self.service, ticket, wait_s))
 
     # ---- tensors
 
     def fetch(self, ticket: Ticket, key: RoundKey | None) -> Reply:
-        """References to the start's bytes, in pieces; without a key those of the model of a run that has ended."""
-        return answered(lambda: self._start(ticket, key))
+        """References to the pieces of a round's start. Without a key, of the final model of a run that has ended."""
+        return reply_to(lambda: self._start(ticket, key))
 
     def _start(self, ticket: Ticket, key: RoundKey | None) -> list[Any]:
         path = self.service.rounds.final(ticket) if key is None else self.service.rounds.start(ticket, key)
@@ -161,69 +161,71 @@ class SynchronizerActor:
             if self._shared is None or self._shared[0] != path:
                 self._shared = None  # first, so that Ray may free it
                 self._shared = (path, _put(path))
-            here = self.service.state.roster.present
-            self._given = {m: held for m, held in self._given.items() if m in here} | {machine: self._shared[1]}
-            self.service.state.moved(machine)
+            present = self.service.state.roster.present
+            self._starts_sent = {m: pieces for m, pieces in self._starts_sent.items() if m in present} | {
+                machine: self._shared[1]
+            }
+            self.service.state.note_transfer(machine)
             return self._shared[1]
 
-    def got(self, machine: str) -> None:
-        """The machine has its own copy of the start now."""
-        self._given.pop(machine, None)
+    def release_start(self, machine: str) -> None:
+        """The machine has copied the start, so its references can be dropped."""
+        self._starts_sent.pop(machine, None)
         if self._host is not None:
-            self._host.service.state.moved(machine)
+            self._host.service.state.note_transfer(machine)
 
-    def hand_in(self, ticket: Ticket, key: RoundKey, boxed: list[Any], digest: str, report: ContributionReport) -> Reply:
-        """The tensors are pulled here when it is their turn, and not before."""
+    def hand_in(self, ticket: Ticket, key: RoundKey, references: list[Any], digest: str, report: ContributionReport) -> Reply:
+        """Receives a contribution. Its tensors are fetched from Ray's store when it is their turn, and not before."""
 
-        def taken() -> Any:
-            torch.set_num_threads(self._threads)  # OpenMP keeps it for each thread by itself
+        def take_in() -> Any:
+            torch.set_num_threads(self._threads)  # OpenMP has this setting per thread
             contributions = self.service.contributions
             progress = contributions.progress(ticket, key)
             if progress.ack is not None:
                 return progress.ack
             upload = contributions.upload(ticket, key)
-            self._pull(ticket.machine, boxed, upload, progress.size)
+            self._pull(ticket.machine, references, upload, progress.size)
             with self._one_model:
                 return contributions.commit(ticket, key, digest, report)
 
-        return answered(taken)
+        return reply_to(take_in)
 
-    def send_model(self, ticket: Ticket, layout: Layout, boxed: list[Any], commit: ModelCommit) -> Reply:
-        def taken() -> None:
+    def send_model(self, ticket: Ticket, layout: Layout, references: list[Any], commit: ModelCommit) -> Reply:
+        def take_in() -> None:
             upload = self.service.models.upload(ticket, layout)
-            self._pull(ticket.machine, boxed, upload, upload.size)
+            self._pull(ticket.machine, references, upload, upload.size)
             self.service.models.commit(ticket, commit)
 
-        return answered(taken)
+        return reply_to(take_in)
 
-    def _pull(self, machine: str, boxed: list[Any], upload: Upload, offset: int) -> None:
-        """Piece by piece from Ray's store into the file, from a byte on; no piece is held longer than that takes."""
+    def _pull(self, machine: str, references: list[Any], upload: Upload, offset: int) -> None:
+        """Copies pieces from Ray's store to the upload, from `offset` on, and drops each piece at once."""
         turn = upload.begin(offset)
         at = 0
-        while boxed:
-            require_ray().wait(boxed[:2], num_returns=1, timeout=0)  # the next one is on its way meanwhile
-            piece = self._pulled(machine, boxed.pop(0), upload.layout.size)
+        while references:
+            require_ray().wait(references[:2], num_returns=1, timeout=0)  # starts the transfer of the next piece
+            piece = self._pull_piece(machine, references.pop(0), upload.layout.size)
             upload.write(turn, memoryview(piece)[max(0, offset - at) :])
             at += len(piece)
-            self.service.state.moved(machine)
+            self.service.state.note_transfer(machine)
             forget_array(piece)
 
-    def _pulled(self, machine: str, reference: Any, size: int) -> Any:
+    def _pull_piece(self, machine: str, reference: Any, size: int) -> Any:
         ray = require_ray()
         until = time.monotonic() + tensor_deadline_s(size)
         while True:
             try:
                 return ray.get(reference, timeout=STEP_S)
             except ray.exceptions.GetTimeoutError:
-                self.service.state.moved(machine)  # it is on the way; how far, Ray does not say
+                self.service.state.note_transfer(machine)  # the transfer is under way, but Ray reports no progress
                 if time.monotonic() > until:
                     raise Late(f"{size} bytes took longer than {tensor_deadline_s(size):.0f} s to come.") from None
 
     # ---- the end
 
-    def over(self) -> Reply:
-        """Answers when the run has ended. That there is no answer any more tells at once that this process is gone."""
-        self._begun.wait()
+    def wait_for_end(self) -> Reply:
+        """Returns when the run has ended. If this process dies, the call fails at once."""
+        self._has_begun.wait()
         state = self.service.state
         with state.changed:
             while state.ended is None:
@@ -231,15 +233,15 @@ class SynchronizerActor:
             return (OK, state.ended)
 
     def close(self) -> Reply:
-        def closed() -> None:
+        def close_host() -> None:
             if self._host is not None:
                 self._host.close()
 
-        return answered(closed)
+        return reply_to(close_host)
 
 
 def _put(path: Path) -> list[Any]:
-    """References to a file's bytes in Ray's store, in pieces."""
+    """Puts a file into Ray's store in pieces, and returns their references."""
     ray, references = require_ray(), []
     try:
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
@@ -258,14 +260,15 @@ def forget_array(mapped: npt.NDArray[np.uint8]) -> None:
 
 
 def this_node() -> Any:
-    """Where an actor is to run: here, or not at all."""
+    """A scheduling strategy for actors that must run on this node."""
     ray = require_ray()
     strategies = importlib.import_module("ray.util.scheduling_strategies")
     return strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def make_actor(name: str = NAME) -> Any:
-    """On this machine, under its name. A restart would come back empty and a retry do things twice: both are ours to do."""
+    """Makes the actor on this node, under its name. Ray must not restart or retry it: a restarted actor would be empty, and a
+    retried call would run twice."""
     ray = require_ray()
     for method, group in GROUP_OF.items():
         ray.method(concurrency_group=group)(getattr(SynchronizerActor, method))  # marks it

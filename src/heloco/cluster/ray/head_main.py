@@ -1,7 +1,7 @@
-"""A script: `ray start ARGUMENTS` that ends, with all that it started, when whoever started it has ended, however that came. Its
-first argument is the folder that is removed then; "" if there is none.
+"""A script that runs `ray start ARGUMENTS` and ends with all its processes when its parent ends, even if that is killed. Its
+first argument is a folder that is then removed, or "".
 
-It is run by its path and imports nothing of heloco: Ray's start-up alone is slow enough.
+It is run by its path and imports nothing from heloco, because Ray's start-up alone is slow enough.
 """
 
 import importlib
@@ -15,7 +15,7 @@ parent_ended = threading.Event()
 
 
 def end_with_parent() -> None:
-    sys.stdin.buffer.read()  # the other end of this pipe is the parent's alone: it closes with the parent, even killed
+    sys.stdin.buffer.read()  # only the parent has the other end of this pipe, so it closes when the parent ends
     parent_ended.set()
     os.kill(os.getpid(), signal.SIGTERM)
 

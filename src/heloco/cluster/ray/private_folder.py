@@ -20,36 +20,36 @@ from heloco.records.run_files import CONFIG
 
 PREFIX, PREFIX_IN_RUN = "heloco-ray-", ".ray-"
 SHORT = Path("/tmp")
-"""The last place to try: TMPDIR may be too long for sockets."""
+"""The last folder to try, because the path of TMPDIR may be too long for sockets."""
 RAYS_OWN = "r"
-"""Ray's folder inside the private one: short, because the paths of its sockets may have 107 bytes."""
+"""Ray's folder inside the private one. The name is short, because the path of a socket may have at most 107 bytes."""
 LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 TOKEN, START_LOG = "token", "start.log"
 
 
 class PrivateFolder:
-    """A folder of ours for one Ray."""
+    """A folder that only this user may enter, for one Ray."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def make(cls, run: Path | None) -> "PrivateFolder":
-        """In the user's runtime folder; else in the run's folder; else in the system's temporary folder."""
+        """Makes a folder in the user's runtime folder, else in the run's folder, else in the system's temporary folder."""
         trouble = "there is no place for it"
         for place, prefix in _places(run):
             try:
-                made = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
+                folder = cls(Path(tempfile.mkdtemp(prefix=prefix, dir=place)))
             except OSError as error:
                 trouble = f"{place}: {error.strerror}"
                 continue
             try:
-                made.check()
-                made._check_sockets()
-                return made
+                folder.check()
+                folder._check_sockets()
+                return folder
             except (OSError, UserError) as error:
                 trouble = str(error)
-                made.remove()
+                folder.remove()
         raise UserError(
             f"Ray's files need a folder that nobody else can enter ({trouble}): set XDG_RUNTIME_DIR or TMPDIR to a folder of "
             "yours with a short path, or leave Ray out with --ray off."
@@ -61,29 +61,30 @@ class PrivateFolder:
         return self.path / RAYS_OWN
 
     def check(self) -> None:
-        """Raises a UserError where another user could read or change what is in the folder."""
-        found = os.lstat(self.path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        """Raises UserError if another user could read or change what is in the folder."""
+        info = os.lstat(self.path)
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise UserError(f"{self.path} is not a folder of this user alone: somebody has changed it. Start again.")
         for above in self.path.parents:
-            around = os.lstat(above)
-            is_shared = around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX
-            if is_shared or around.st_uid not in _trusted_owners():
+            parent_info = os.lstat(above)
+            is_shared = parent_info.st_mode & 0o022 and not parent_info.st_mode & stat.S_ISVTX
+            if is_shared or parent_info.st_uid not in _trusted_owners():
                 raise UserError(f"{above} is another user's, or others may rename what is in it: {self.path} is not safe there.")
 
     def _check_sockets(self) -> None:
-        """Whether Ray's sockets can be made here: the path may be too long, or the file system may have none."""
-        longest = self.rays_own / LONGEST_SOCKET
-        longest.parent.mkdir(parents=True)
+        """Raises UserError if Ray's sockets cannot be made here: the path may be too long, or the
+        file system may not have them."""
+        path = self.rays_own / LONGEST_SOCKET
+        path.parent.mkdir(parents=True)
         with socket.socket(socket.AF_UNIX) as probe:
             try:
-                probe.bind(str(longest))
+                probe.bind(str(path))
             except OSError as error:
                 raise UserError(f"{self.path} cannot hold Ray's sockets ({error})") from error
         shutil.rmtree(self.rays_own)
 
     def read(self, path: Path) -> str:
-        """A file in the folder; empty where it does not exist yet."""
+        """The text of a file in the folder; empty if it does not exist yet."""
         self.check()
         try:
             return read_own(path)
@@ -97,15 +98,15 @@ class PrivateFolder:
 
 
 def read_own(path: Path) -> str:
-    """The text of a file that belongs to this user, which is not reached through a link."""
+    """The text of a file that belongs to this user and is not a symbolic link."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{path} cannot be read safely ({error.strerror}): give a plain file of this user.") from error
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    info = os.fstat(handle)
+    if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
         os.close(handle)
         raise UserError(f"{path} is not a plain file of this user: somebody has put it there.")
     with os.fdopen(handle, encoding="utf-8", errors="replace") as file:
@@ -113,7 +114,7 @@ def read_own(path: Path) -> str:
 
 
 def check_secret(path: Path) -> None:
-    """A file whose content nobody else may know or choose."""
+    """Raises UserError if another user may read or write a secret file."""
     read_own(path)
     if os.lstat(path).st_mode & 0o077:
         raise UserError(f"Others may read or write {path}, which holds a secret: `chmod 600 {path}`.")
@@ -133,7 +134,7 @@ def _places(run: Path | None) -> Iterator[tuple[Path, str]]:
 
 
 def _trusted_owners() -> set[int]:
-    """Root, this user, and in a container whoever stands for users that do not exist in it."""
+    """Root, this user, and in a container the user that stands for unmapped users."""
     owners = {0, os.geteuid()}
     with contextlib.suppress(OSError, ValueError):
         owners.add(int(Path("/proc/sys/kernel/overflowuid").read_text()))

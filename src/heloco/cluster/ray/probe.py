@@ -1,4 +1,4 @@
-"""What is wrong with a Ray address, found out before Ray itself is asked: with a wrong token it tries for minutes."""
+"""Checks a Ray address before Ray itself is called, because with a wrong token Ray tries for minutes."""
 
 import contextlib
 import importlib
@@ -17,36 +17,36 @@ _CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
 
 
 def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) -> None:
-    """Refuses with a sentence what does not answer, or does not take our token or certificate. `client`: a ray:// address."""
+    """Raises UserError if nothing answers at the address, or it refuses our token or certificate. `client`: a ray:// address."""
     host, port = split(address)
     try:
         socket.create_connection((host, port), timeout=ANSWER_S).close()
     except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(f"Nothing answers at {address} ({why}): check the address, and that Ray runs there.") from error
+        reason = error.strerror or str(error)
+        raise UserError(f"Nothing answers at {address} ({reason}): check the address, and that Ray runs there.") from error
     try:
         grpc: Any = importlib.import_module("grpc")
-    except ImportError:  # Ray then finds out by itself, slowly
+    except ImportError:  # Ray will find out by itself, slowly
         return
-    code = _asked(grpc, address, token, tls, _CLIENTS if client else _CLUSTER)
+    code = _status_code(grpc, address, token, tls, _CLIENTS if client else _CLUSTER)
     if code == grpc.StatusCode.UNAUTHENTICATED:
-        has = "was refused" if token else "is missing"
+        problem = "was refused" if token else "is missing"
         raise UserError(
-            f"The Ray cluster at {address} wants its token, and ours {has}: set RAY_AUTH_TOKEN_PATH to a copy of the file that "
-            "the head has, or give the token."
+            f"The Ray cluster at {address} wants its token, and ours {problem}: set RAY_AUTH_TOKEN_PATH to a copy of the file "
+            "that the head has, or give the token."
         )
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        how = "with TLS" if tls else "without TLS"
+        mode = "with TLS" if tls else "without TLS"
         raise UserError(
-            f"{address} answers, but not as Ray does {how}: check the port, and that both sides have TLS files of one authority, "
-            "or neither has."
+            f"{address} answers, but not as Ray does {mode}: check the port, and that both sides have TLS files of one "
+            "authority, or neither has."
         )
 
 
 def split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise UserError(f"{address!r} is no address of a Ray cluster: give HOST:PORT.")
+        raise UserError(f"{address!r} is not the address of a Ray cluster: give HOST:PORT.")
     return host.strip("[]"), int(port)
 
 
@@ -56,8 +56,8 @@ def listens(host: str, port: int) -> bool:
     return False
 
 
-def _asked(grpc: Any, address: str, token: str, tls: "Tls | None", method: str) -> Any:
-    """The status code of one request; None where it went well."""
+def _status_code(grpc: Any, address: str, token: str, tls: "Tls | None", method: str) -> Any:
+    """The status code of one request; None if it succeeded."""
     if tls is None:
         channel = grpc.insecure_channel(address)
     else:

@@ -1,7 +1,7 @@
-"""Ray itself: started for a run and ended with it, or joined where it runs already. Closed by default: a token always, loopback
-alone unless told otherwise, and beyond it TLS.
+"""Ray itself: started for a run and stopped with it, or joined where it runs already. Closed by default: it always needs a token,
+listens on loopback alone unless configured otherwise, and beyond loopback uses TLS.
 
-What is set here was measured with Ray 2.60; much of it is Ray's own business, which is why its version is pinned.
+The settings here were measured with Ray 2.60. Many of them are Ray's internals, which is why its version is pinned.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from heloco.cluster.ray.probe import listens, probe, split
 from heloco.errors import UserError
 
 NAMESPACE = "heloco"
-LEAST_STORE = 150_000_000
+STORE_MINIMUM_BYTES = 150_000_000
 START_S, STOP_S = 90.0, 20.0
 LOOPBACK = ("127.0.0.1", "localhost")
 _CURRENT = "ray_current_cluster"
@@ -40,18 +40,18 @@ _KEEPALIVE = {
     "RAY_health_check_failure_threshold": "30",
 }  # fmt: skip
 _PINGS = {"RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000"}
-"""Only in a Ray that is ours from the start: the processes of another close connections on which pings come so often."""
+"""Only for a Ray that we start: the processes of another Ray close connections with such frequent pings."""
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # else a call without a connection starts another Ray
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else every end takes up to 30 s
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may use one all the same
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a call without a connection starts another Ray
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise every shutdown takes up to 30 s
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may still use one
 }
 
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files of this machine, for every connection between Ray's processes; `ca` signed all machines' certificates."""
+    """PEM files of this machine, for all connections between Ray's processes. `ca` is the authority of all machines."""
 
     cert: str
     key: str
@@ -66,7 +66,7 @@ class Tls:
 
     @classmethod
     def of_environment(cls) -> "Tls | None":
-        """As Ray's own settings have it."""
+        """From Ray's own environment variables; None if they do not enable TLS."""
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             return None
         missing = [name for name in TLS_FILES if not os.environ.get(name)]
@@ -82,47 +82,48 @@ def require_ray() -> Any:
         raise UserError('Ray is not installed here: `pip install "heloco[cluster]"`.') from None
 
 
-def check_versions(ours: str, theirs: str) -> None:
-    """Ray talks only to its own version."""
-    if ours != theirs:
-        raise UserError(f"The cluster's Ray is {theirs} and this machine's is {ours}: `pip install ray=={theirs}` here.")
+def check_versions(local: str, remote: str) -> None:
+    """Raises UserError if the versions differ, because Ray talks only to its own version."""
+    if local != remote:
+        raise UserError(f"The cluster's Ray is {remote} and this machine's is {local}: `pip install ray=={remote}` here.")
 
 
 class Cluster:
-    """A Ray that this process is connected to. `stop` ends what was started here and nothing else."""
+    """A Ray that this process is connected to. `stop` ends only what was started here."""
 
     def __init__(self, address: str, client_address: str = "", token_file: Path | None = None) -> None:
         self.address, self.client_address, self.token_file = address, client_address, token_file
         self._process: subprocess.Popen[bytes] | None = None
         self.folder: PrivateFolder | None = None
-        """Of a Ray that was started here."""
-        self._set = _Environment()
+        """The private folder of a Ray that was started here."""
+        self._environment = _Environment()
         self._connected = False
 
     @property
     def started_here(self) -> bool:
         return self._process is not None
 
-    def broken(self) -> bool:
-        """Whether one of Ray's processes ended: the launcher then ends the others and itself."""
+    def has_ended(self) -> bool:
+        """Whether one of Ray's processes has ended. The launcher then ends the others and itself."""
         return self._process is not None and self._process.poll() is not None
 
-    def words(self) -> str:
-        """The last that Ray said at its start."""
+    def last_words(self) -> str:
+        """The last line that Ray printed at its start."""
         assert self.folder is not None
-        said = [line.strip() for line in self.folder.read(self.folder.path / START_LOG).splitlines()]
-        return next((line for line in reversed(said) if line and not line.startswith("[")), "nothing")
+        lines = [line.strip() for line in self.folder.read(self.folder.path / START_LOG).splitlines()]
+        return next((line for line in reversed(lines) if line and not line.startswith("[")), "nothing")
 
     def stop(self, *, for_good: bool = True) -> None:
-        """`for_good`: else another is started at once, and what asks meanwhile must not reach for one of its own."""
+        """Disconnects, and stops Ray if it was started here. Without `for_good` the environment stays set, because another Ray is
+        started at once, and a call in between must not start a third one."""
         ray = require_ray()
         if self._connected:
-            with contextlib.suppress(Exception), _own_signals():  # of a Ray that is gone
+            with contextlib.suppress(Exception), _own_signals():  # Ray may be gone already
                 ray.shutdown()
             self._connected = False
         if self._process is not None:
             if self._process.stdin:
-                self._process.stdin.close()  # the launcher sees it, and ends Ray
+                self._process.stdin.close()  # makes the launcher stop Ray
             try:
                 self._process.wait(STOP_S)
             except subprocess.TimeoutExpired:
@@ -131,7 +132,7 @@ class Cluster:
         if self.folder is not None:
             self.folder.remove()
         if for_good:
-            self._set.restore()
+            self._environment.restore()
 
 
 def start_ray(
@@ -144,12 +145,12 @@ def start_ray(
     token_file: Path | None = None,
     tls: Tls | None = None,
     trusted: bool = False,
-    store_bytes: int = LEAST_STORE,
+    store_bytes: int = STORE_MINIMUM_BYTES,
     run: Path | None = None,
 ) -> Cluster:
-    """Starts Ray on this machine, or joins the one at `address` (HOST:PORT of a cluster this machine is a node of, or
-    ray://HOST:PORT as a client). Ports: 0 is any free one. `trusted`: the network beyond loopback encrypts by itself. `run`: the
-    folder of the run, where Ray's files may lie."""
+    """Starts Ray on this machine, or joins the one at `address`: HOST:PORT of a cluster that this machine is a node of, or
+    ray://HOST:PORT as a client. Port 0 means any free port. `trusted`: the network beyond loopback encrypts by itself, so TLS is
+    not needed. `run`: the folder of the run, where Ray's files may be put."""
     ray = require_ray()
     tls = tls or Tls.of_environment()
     if not address and host not in LOOPBACK and tls is None and not trusted:
@@ -179,40 +180,40 @@ def _start(
     if not cluster.token_file.exists():
         write_secret(cluster.token_file, token or secrets.token_hex(32))
     check_secret(cluster.token_file)
-    for wanted in (port, client_port):
-        if wanted and listens("127.0.0.1" if host in LOOPBACK else host, wanted):
-            raise UserError(f"The port {wanted} is in use on {host}: choose another, or end what uses it.")
+    for number in (port, client_port):
+        if number and listens("127.0.0.1" if host in LOOPBACK else host, number):
+            raise UserError(f"The port {number} is in use on {host}: choose another, or end what uses it.")
     client_port = client_port or _free_port()
-    cluster._set.change(_PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
+    cluster._environment.change(_PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
     host = "127.0.0.1" if host in LOOPBACK else host
-    store = min(max(store_bytes, LEAST_STORE), int(0.8 * shutil.disk_usage("/dev/shm").free))
+    store = min(max(store_bytes, STORE_MINIMUM_BYTES), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [
         sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), str(folder.path), "--head", "--block",
         "--disable-usage-stats",
         f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
         f"--temp-dir={folder.rays_own}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
     ]  # fmt: skip
-    # Ray forks a server for each client in the midst of gRPC's threads: with gRPC's own help one in twenty does not come up.
+    # Ray forks a server for each client while gRPC's threads run. With gRPC's fork support, one in twenty does not start.
     environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
     folder.check()
     with (folder.path / START_LOG).open("wb") as log:
         cluster._process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
-    cluster.address = _when_up(cluster, folder)
+    cluster.address = _wait_until_up(cluster, folder)
     cluster.client_address = f"ray://{host}:{client_port}"
     _connect(ray, cluster, cluster.address)
 
 
-def _when_up(cluster: Cluster, folder: PrivateFolder) -> str:
-    """Ray's address, which it writes down when it is up."""
+def _wait_until_up(cluster: Cluster, folder: PrivateFolder) -> str:
+    """Waits for Ray's address, which Ray writes to a file when it is up."""
     until = time.monotonic() + START_S
     while not (address := folder.read(folder.rays_own / _CURRENT).strip()):
-        if cluster.broken():
-            raise UserError(f"Ray did not start. The last it said: {cluster.words()}")
+        if cluster.has_ended():
+            raise UserError(f"Ray did not start. Its last line: {cluster.last_words()}")
         if time.monotonic() > until:
             raise UserError(
-                f"Ray did not start within {START_S:g} s: is the machine very busy? The last it said: {cluster.words()}"
+                f"Ray did not start within {START_S:g} s: is the machine very busy? Its last line: {cluster.last_words()}"
             )
         time.sleep(0.05)
     return address
@@ -221,15 +222,15 @@ def _when_up(cluster: Cluster, folder: PrivateFolder) -> str:
 def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | None, tls: Tls | None) -> Cluster:
     cluster = Cluster(address, token_file=token_file)
     host, port = split(address)
-    known = token or _known_token(token_file)
-    probe(address, known, tls, client=client)
+    ray_token = token or _find_token(token_file)
+    probe(address, ray_token, tls, client=client)
     loopback = not client and host in LOOPBACK and not listens(ray.util.get_node_ip_address(), port)
-    cluster._set.change(_settings(token=known, token_file=token_file, tls=tls, loopback=loopback))
+    cluster._environment.change(_settings(token=ray_token, token_file=token_file, tls=tls, loopback=loopback))
     try:
         if not client and not ray._private.services.find_node_ids():
             raise UserError(
-                f"This machine is no node of the Ray cluster at {address}: `ray start --address={address}` makes it one; or join "
-                "as a client, with ray://HOST:PORT."
+                f"This machine is not a node of the Ray cluster at {address}: `ray start --address={address}` makes it one; or "
+                "join as a client, with ray://HOST:PORT."
             )
         _connect(ray, cluster, f"ray://{address}" if client else address)
     except BaseException:
@@ -238,10 +239,10 @@ def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | N
     return cluster
 
 
-def _known_token(token_file: Path | None) -> str:
-    """Ray's own places for it."""
-    if token_file is None and (given := os.environ.get("RAY_AUTH_TOKEN")):
-        return given
+def _find_token(token_file: Path | None) -> str:
+    """The token from the file, or from the places where Ray itself looks for it."""
+    if token_file is None and (token := os.environ.get("RAY_AUTH_TOKEN")):
+        return token
     path = token_file or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     with contextlib.suppress(OSError):
         return path.read_text().strip()
@@ -249,14 +250,14 @@ def _known_token(token_file: Path | None) -> str:
 
 
 def _settings(*, token: str = "", token_file: Path | None = None, tls: Tls | None, loopback: bool) -> dict[str, str]:
-    found = {**_KEEPALIVE, **_QUIET, **(tls.settings() if tls else {})}
+    settings = {**_KEEPALIVE, **_QUIET, **(tls.settings() if tls else {})}
     if token_file is not None:
-        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()), "RAY_AUTH_TOKEN": ""}
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()), "RAY_AUTH_TOKEN": ""}
     elif token:
-        found |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    # Ray makes of 127.0.0.1 an address that others can reach, and then listens everywhere. Where it thinks that there can be no
-    # cluster, it does not.
-    return found | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {})
+        settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    # Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. It does not do so on a system on
+    # which it believes that there can be no cluster.
+    return settings | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {})
 
 
 def _connect(ray: Any, cluster: Cluster, address: str) -> None:
@@ -266,21 +267,21 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 break
             except RuntimeError as error:
-                raise _translated(error, cluster.address) from error
+                raise _translate(error, cluster.address) from error
             except (ConnectionError, ray.exceptions.RayError, OSError) as error:
                 if last or not address.startswith("ray://"):
                     raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
-                ray.shutdown()  # the server that Ray starts for a client may fail once
+                ray.shutdown()  # the server that Ray starts for a client may fail to start
     cluster._connected = True
-    ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # it prints of every death, whatever it was told
+    ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # otherwise it prints a line for every dead process
 
 
-def _translated(error: RuntimeError, address: str) -> UserError:
-    """Ray's own refusal of another version, which names both in a text of several lines."""
-    found = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
-    if len(found) == 2 and found[0] != found[1]:
+def _translate(error: RuntimeError, address: str) -> UserError:
+    """A UserError for Ray's own error. If the versions differ, Ray names both in a text of several lines."""
+    versions = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
+    if len(versions) == 2 and versions[0] != versions[1]:
         try:
-            check_versions(found[1], found[0])
+            check_versions(versions[1], versions[0])
         except UserError as sentence:
             return sentence
     return UserError(f"The Ray cluster at {address} cannot be joined ({_words(error)}).")
@@ -292,37 +293,37 @@ def _words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """`ray.init` puts a handler of its own in the place of ours, and `ray.shutdown` none. Where Ray is started again, that is in
-    another thread than the main one: Python lets none but that set a handler, the system lets all."""
-    before = ctypes.create_string_buffer(512)  # more than a struct sigaction has
-    _libc.sigaction(signal.SIGTERM, None, before)
-    known = signal.getsignal(signal.SIGTERM)
+    """Restores our SIGTERM handler, which `ray.init` replaces and `ray.shutdown` removes. When Ray is started again, this runs
+    outside the main thread, where Python does not allow setting a handler but the system does."""
+    action = ctypes.create_string_buffer(512)  # larger than a struct sigaction
+    _libc.sigaction(signal.SIGTERM, None, action)
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, known)
-        _libc.sigaction(signal.SIGTERM, before, None)
+            signal.signal(signal.SIGTERM, handler)
+        _libc.sigaction(signal.SIGTERM, action, None)
 
 
 class _Environment:
-    """Ray reads its settings from the environment, some of them once, when it is loaded."""
+    """Environment variables for Ray's settings, some of which Ray reads only once, when it is imported."""
 
     def __init__(self) -> None:
-        self._before: dict[str, str | None] = {}
+        self._previous: dict[str, str | None] = {}
 
     def change(self, values: dict[str, str]) -> None:
-        self._before |= {name: os.environ.get(name) for name in values if name not in self._before}
+        self._previous |= {name: os.environ.get(name) for name in values if name not in self._previous}
         os.environ.update(values)
         self._take_effect()
 
     def restore(self) -> None:
-        for name, value in self._before.items():
+        for name, value in self._previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        self._before.clear()
+        self._previous.clear()
         self._take_effect()
 
     @staticmethod
@@ -337,7 +338,7 @@ class _Environment:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """A file that nobody else may read, at no moment."""
+    """Writes a new file that no other user can read at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as out:
@@ -345,7 +346,7 @@ def write_secret(path: Path, text: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port: int = probe_socket.getsockname()[1]
         return port

@@ -1,7 +1,7 @@
-"""A machine's link to a run over Ray: calls of the synchronizer's actor, tensors through the object store.
+"""A machine's link to a run over Ray: calls of the synchronizer's actor, and tensors through the object store.
 
-Every wait has an end of our own, for Ray's calls can hang. What takes long for a good reason (a turn among many contributions, a
-slow network) is waited for as long as the synchronizer answers at all; meanwhile it is told that this machine is still there.
+Every wait has our own timeout, because Ray's calls can hang. A transfer that takes long for a good reason (a queue of
+contributions, a slow network) may continue while the synchronizer answers pings, which also tell it that this machine lives.
 """
 
 import contextlib
@@ -27,36 +27,36 @@ from heloco.wire.layout import Layout, pieces, view
 
 BEAT_S = 10.0
 ANSWER_S = 60.0
-"""For requests without tensors: an evaluation or a checkpoint may be under way."""
+"""Timeout for requests without tensors, since an evaluation or a checkpoint may be under way."""
 PING_EVERY_S = 3.0
 READY_S = 3.0
-ANEW_S = 20.0
-"""Without a synchronizer for so long, a node's process connects anew: its connection may be to a head that another has replaced,
-and Ray itself never notices that."""
+RECONNECT_AFTER_S = 20.0
+"""After this many seconds without a synchronizer, a node's process connects again. Its connection may be to a head that was
+replaced by another, and Ray itself never notices that."""
 
 
 class RayLink:
     def __init__(self, address: str = "", token: str = "", *, tls: Tls | None = None, name: str = NAME) -> None:
-        """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, empty inside Ray's own processes."""
+        """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, or empty inside Ray's own processes."""
         self.address = address or "this Ray cluster"
-        self._where, self._token, self._tls, self._name = address, token, tls, name
+        self._join_address, self._token, self._tls, self._name = address, token, tls, name
         self._is_client = address.startswith("ray://")
         self._cluster: Cluster | None = None
         self._handle: Any = None
-        self._lock = threading.Lock()  # signs of life come from a thread of their own
+        self._lock = threading.Lock()  # beats come from another thread
         self._beating = threading.Lock()
-        """Held while that thread uses the connection."""
+        """Held while the thread of the beats uses the connection."""
         self._missed_s = 0.0
-        """Since when nobody was found under the synchronizer's name; 0: somebody was."""
+        """Since when no actor was found under the synchronizer's name; 0 if one was found."""
         self._room = np.empty(0, np.uint8)
-        """What the last start was put into, and the next will be: memory that is in use already is several times as fast."""
+        """The buffer of the last start, reused for the next one: memory that is in use already is several times as fast."""
         self._ray = require_ray()
         self._connect()
 
     def _connect(self) -> None:
         with self._lock:
-            if self._where and not self._ray.is_initialized():
-                self._cluster = start_ray(self._where, token=self._token, tls=self._tls)
+            if self._join_address and not self._ray.is_initialized():
+                self._cluster = start_ray(self._join_address, token=self._token, tls=self._tls)
 
     def _disconnect(self) -> None:
         with self._lock:
@@ -65,11 +65,12 @@ class RayLink:
                 self._cluster.stop()
                 self._cluster = None
 
-    # ---- asking
+    # ---- calls
 
-    def _actor(self, *, anew: bool = True) -> Any:
-        """Looked up by its name again after it was lost: the head starts another one from the journal. `anew`: where that is in
-        vain for long, the connection is ended, and the next one who asks makes another."""
+    def _actor(self, *, may_reconnect: bool = True) -> Any:
+        """The synchronizer's actor. After it was lost it is looked up by name again, because the
+        head starts another one from the journal. With `may_reconnect`, the connection is closed if
+        no actor is found for long; the next call opens a new one."""
         if not self._ray.is_initialized():
             try:
                 self._connect()
@@ -82,57 +83,57 @@ class RayLink:
                 self._handle = self._ray.get_actor(self._name, namespace=NAMESPACE)
                 self._missed_s = 0.0
             except ValueError:
-                if anew:
-                    self._missed()
+                if may_reconnect:
+                    self._note_missing()
                 raise LinkDown("No run is being served in the Ray cluster at the moment.") from None
         return self._handle
 
-    def _missed(self) -> None:
+    def _note_missing(self) -> None:
         now_s = time.monotonic()
         self._missed_s = self._missed_s or now_s
-        if self._cluster is not None and now_s - self._missed_s > ANEW_S:
+        if self._cluster is not None and now_s - self._missed_s > RECONNECT_AFTER_S:
             self._missed_s = 0.0
             with self._beating:
                 self._disconnect()
 
     @contextlib.contextmanager
     def _reaching(self) -> Any:
-        """Whatever Ray says of a peer that is gone, late or out of reach. It may have done what it was asked, and may be asked
-        again."""
+        """Turns Ray's errors about a peer that is gone, slow or out of reach into `LinkDown`. The call may have been carried out,
+        and may be repeated."""
         errors = self._ray.exceptions
         try:
             yield
-        except errors.RayTaskError as error:  # of the service itself: what it holds is whole
-            raise LinkDown(f"The synchronizer met an error of its own ({str(error).strip().splitlines()[-1]}).") from error
+        except errors.RayTaskError as error:  # an error in the service itself, whose state is intact
+            raise LinkDown(f"The synchronizer failed with an internal error ({str(error).strip().splitlines()[-1]}).") from error
         except errors.GetTimeoutError as error:
             self._handle = None
             raise LinkDown("The synchronizer does not answer.") from error
         except errors.RayError as error:
             self._handle = None
             raise LinkDown(f"The synchronizer is out of reach ({type(error).__name__}).") from error
-        except ConnectionError as error:  # a client's: it connects anew
+        except ConnectionError as error:  # only for a client, which connects again
             self._disconnect()
             raise LinkDown(f"The Ray cluster is out of reach ({_first_line(error)}).") from error
         except (LinkDown, Refused, RunStopped):
             raise
-        except Exception as error:  # Ray's plain ones, of a handle or a connection from before
+        except Exception as error:  # Ray's plain exceptions about an old handle or connection
             self._handle = None
             raise LinkDown(f"The synchronizer cannot be asked ({_first_line(error)}).") from error
 
-    def _ask(self, method: str, *given: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
+    def _ask(self, method: str, *arguments: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
         with self._reaching():
             actor = self._actor()
-            reference = getattr(actor, method).remote(*given)
-            return _read(self._awaited(actor, reference, within_s, machine))
+            reference = getattr(actor, method).remote(*arguments)
+            return _read(self._wait_for(actor, reference, within_s, machine))
 
-    def _awaited(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
-        """What a reference stands for, for as long as the synchronizer answers pings; it ends all the same."""
+    def _wait_for(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
+        """The value of a reference. Waits at most `within_s`, and only while the synchronizer answers pings."""
         until = time.monotonic() + within_s
         while not self._ray.wait([reference], timeout=min(PING_EVERY_S, within_s))[0]:
             if time.monotonic() > until:
                 raise LinkDown(f"The synchronizer has not answered within {within_s:.0f} s.")
             self._ray.get(actor.ping.remote(machine), timeout=BEAT_S)
-        # On a node of the cluster it is here now; to a client it comes only with this.
+        # On a node of the cluster the value is here already. A client downloads it in this call.
         return self._ray.get(reference, timeout=max(READY_S, until - time.monotonic()) if self._is_client else READY_S)
 
     # ---- requests
@@ -153,7 +154,7 @@ class RayLink:
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
         with self._beating, self._reaching():
-            actor = self._actor(anew=False)
+            actor = self._actor(may_reconnect=False)
             answer: m.BeatAnswer = _read(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
             return answer
 
@@ -166,7 +167,7 @@ class RayLink:
     def close(self) -> None:
         self._disconnect()
 
-    # ---- looking at it, and ruling it
+    # ---- looking at it, and controlling it
 
     def status(self) -> m.Status:
         status: m.Status = self._ask("status")
@@ -189,7 +190,7 @@ class RayLink:
         self._ask("ask", "evict", machine, text)
 
     def declare_lost(self, machine: str, text: str) -> None:
-        """The machine's process is known to be gone."""
+        """Removes a machine whose process is known to be dead."""
         self._ask("ask", "declare_lost", machine, text)
 
     def tokens(self) -> m.TokenList:
@@ -204,12 +205,12 @@ class RayLink:
         self._ask("ask", "revoke_token", token_id)
 
     def token(self, right: Right) -> str:
-        """A token of the gateway that holds, as it is pasted."""
+        """A valid token of the gateway, in the form that is pasted."""
         token: str = self._ask("ask", "token", right)
         return token
 
     def memory(self) -> dict[str, int]:
-        """What the synchronizer's process holds in memory, in bytes."""
+        """Memory of the synchronizer's process, in bytes."""
         memory: dict[str, int] = self._ask("memory")
         return memory
 
@@ -230,40 +231,42 @@ class RayLink:
         shared = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
         if len(self._room) != layout.size:
             self._room = np.empty(layout.size, np.uint8)
-        arrived = 0
+        bytes_received = 0
         with self._reaching():
-            self._ray.wait(shared, num_returns=len(shared), timeout=0)  # all may come at once
+            self._ray.wait(shared, num_returns=len(shared), timeout=0)  # starts the transfer of all pieces
             while shared:
-                piece = self._awaited(self._actor(), shared.pop(0), within_s, ticket.machine)
-                if arrived + len(piece) > layout.size:
+                piece = self._wait_for(self._actor(), shared.pop(0), within_s, ticket.machine)
+                if bytes_received + len(piece) > layout.size:
                     break
-                self._room[arrived : arrived + len(piece)] = piece  # what Ray shares with others is not ours to write to
-                arrived += len(piece)
-            self._actor().got.remote(ticket.machine)
-        if arrived != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
+                self._room[bytes_received : bytes_received + len(piece)] = (
+                    piece  # copied, because memory that Ray shares is read-only
+                )
+                bytes_received += len(piece)
+            self._actor().release_start.remote(ticket.machine)
+        if bytes_received != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
             raise LinkDown("What arrived is not of the run's model: the synchronizer has changed its run.")
 
     def hand_in(
         self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: m.ContributionReport
     ) -> m.Acknowledgement:
-        boxed, digest = self._put(layout, tensors)
+        references, digest = self._put(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
-        asked = ("hand_in", ticket, key, boxed, digest, report)
-        ack: m.Acknowledgement = self._ask(*asked, within_s=within_s, machine=ticket.machine)
+        call = ("hand_in", ticket, key, references, digest, report)
+        ack: m.Acknowledgement = self._ask(*call, within_s=within_s, machine=ticket.machine)
         return ack
 
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        boxed, digest = self._put(layout, tensors)
+        references, digest = self._put(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
         commit = m.ModelCommit(names=tuple(names), digest=digest)
-        self._ask("send_model", ticket, layout, boxed, commit, within_s=within_s, machine=ticket.machine)
+        self._ask("send_model", ticket, layout, references, commit, within_s=within_s, machine=ticket.machine)
 
     def _put(self, layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[list[Any], str]:
-        """References to the tensors' file in this machine's store, in pieces, from which the synchronizer takes them when it
-        wants to; and the file's digest."""
+        """Puts the file with these tensors into this machine's store, from which the synchronizer
+        fetches it. Returns the references of its pieces, and the digest of the file."""
         digest = xxhash.xxh3_128()
         with self._reaching():
-            self._actor()  # where nobody is there to take them, nothing is put
+            self._actor()  # raises LinkDown before anything is put if there is no synchronizer
             references = []
             for piece in in_pieces(pieces(layout, tensors)):
                 digest.update(piece.data)
@@ -272,7 +275,7 @@ class RayLink:
 
 
 def in_pieces(parts: Iterable[memoryview]) -> Iterator[npt.NDArray[np.uint8]]:
-    """The same bytes, the small parts put together; each piece is to be used before the next is asked for."""
+    """The same bytes, with small parts joined. Each piece must be used before the next is requested."""
     room, filled = np.empty(PIECE, np.uint8), 0
     for part in parts:
         large = len(part) > PIECE // 2

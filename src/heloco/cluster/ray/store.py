@@ -16,12 +16,13 @@ from heloco.task.gpt import TinyGPT
 
 
 def store_bytes(spec: ServeSpec) -> int:
-    """(workers + 2) models; where the model is not known yet, a third of the machine's memory: only what is used of it counts."""
-    meta = Path(spec.folder) / META
-    if meta.exists():
+    """Size of the store: (workers + 2) models, or a third of the machine's memory if the model is not known yet. Unused
+    memory of the store is not allocated."""
+    meta_path = Path(spec.folder) / META
+    if meta_path.exists():
         with contextlib.suppress(ValueError, KeyError):
-            known = json.loads(meta.read_text())
-            return (len(known["paces"]) + 2) * int(known["parameters"]) * 4
+            meta = json.loads(meta_path.read_text())
+            return (len(meta["paces"]) + 2) * int(meta["parameters"]) * 4
     if not spec.config:
         return 0
     config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))

@@ -1,4 +1,4 @@
-"""Machines of ours inside the cluster: actors that train the run's task, each in a process of its own."""
+"""Worker processes inside the cluster: actors that train the run's task."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from heloco.cluster.client.run_client import FIRST_PAUSE_S, LONGEST_PAUSE_S, RunEnded
+from heloco.cluster.client.run_client import FIRST_PAUSE_S, PAUSE_LIMIT_S, RunEnded
 from heloco.cluster.client.worker import Worker, task_of
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import RunInfo
@@ -17,8 +17,8 @@ from heloco.cluster.ray.ray_cluster import require_ray
 from heloco.cluster.ray.ray_link import RayLink
 from heloco.errors import RunStopped, UserError
 
-WORDS = 20
-PREPARED_S = 3600.0
+LINE_LIMIT = 20
+PREPARE_LIMIT_S = 3600.0
 
 
 class WorkerActor:
@@ -26,23 +26,23 @@ class WorkerActor:
         self._name, self._synchronizer, self._threads, self._data = name, synchronizer, threads, data
         self._worker: Worker | None = None
         self._stop = ""
-        self._said: deque[str] = deque(maxlen=WORDS)
+        self._lines: deque[str] = deque(maxlen=LINE_LIMIT)
 
     def run(self) -> dict[str, Any]:
-        """Until the run ends or it is asked to stop: how that was."""
+        """Works until the run ends or a stop is requested. Returns its status and how it ended."""
         torch.set_num_threads(self._threads)
         try:
             link = RayLink(name=self._synchronizer)
             info = self._describe(link)
             task, config = task_of(info, data=self._data)
-            self._worker = Worker(task, config, tell=self._said.append)
+            self._worker = Worker(task, config, tell=self._lines.append)
             self._worker.stop_requested = self._stop
-            words, well = self._worker.run(link, self._name, info.run), True
+            sentence, is_well = self._worker.run(link, self._name, info.run), True
         except RunEnded as end:
-            words, well = str(end), True
+            sentence, is_well = str(end), True
         except (UserError, RunStopped) as error:
-            words, well = str(error), False
-        return {**self.status(), "ended": words, "well": well}
+            sentence, is_well = str(error), False
+        return {**self.status(), "ended": sentence, "well": is_well}
 
     def _describe(self, link: RayLink) -> RunInfo:
         began, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -50,33 +50,33 @@ class WorkerActor:
             try:
                 return link.describe()
             except LinkDown as error:
-                if self._stop or time.monotonic() - began > PREPARED_S:
+                if self._stop or time.monotonic() - began > PREPARE_LIMIT_S:
                     raise RunStopped(str(error)) from error
             time.sleep(pause_s)
-            pause_s = min(LONGEST_PAUSE_S, pause_s * 2)
+            pause_s = min(PAUSE_LIMIT_S, pause_s * 2)
 
     def stop(self, reason: str) -> None:
-        """Between two steps; its round is given back."""
+        """Stops the worker between two steps. Its round is given back."""
         self._stop = reason
         if self._worker is not None:
             self._worker.stop_requested = reason
 
     def status(self) -> dict[str, Any]:
         rounds = self._worker.rounds if self._worker else 0
-        return {"name": self._name, "pid": os.getpid(), "rounds": rounds, "said": list(self._said)}
+        return {"name": self._name, "pid": os.getpid(), "rounds": rounds, "said": list(self._lines)}
 
 
 @dataclass(frozen=True)
-class Started:
-    """A worker under way: its handle, and the reference that becomes ready when it has ended."""
+class WorkerHandle:
+    """A running worker: its actor, and a reference that becomes ready when it has ended."""
 
     name: str
     handle: Any
-    ended: Any
+    end: Any
 
 
-def start_worker(name: str, synchronizer: str, *, among: int, data: str | None = None, spread: bool = False) -> Started:
-    """`among`: how many share this machine. `spread`: over the cluster's nodes, else here."""
+def start_worker(name: str, synchronizer: str, *, among: int, data: str | None = None, spread: bool = False) -> WorkerHandle:
+    """Starts a worker. `among`: how many share this machine. `spread`: place it on any node of the cluster, not only here."""
     ray = require_ray()
     gpus = ray.cluster_resources().get("GPU", 0.0)
     remote = ray.remote(
@@ -84,4 +84,4 @@ def start_worker(name: str, synchronizer: str, *, among: int, data: str | None =
         scheduling_strategy="SPREAD" if spread else this_node(),
     )  # fmt: skip
     handle = remote(WorkerActor).remote(name, synchronizer, max(1, (os.cpu_count() or 1) // among), data)
-    return Started(name, handle, handle.run.remote())
+    return WorkerHandle(name, handle, handle.run.remote())

@@ -1,4 +1,4 @@
-"""Looking at a run, and ruling it."""
+"""Looking at a run, reading its files, and stopping it."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from heloco.cluster.server.state import ServiceState
 from heloco.records import journal
 
 READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
-READ_AT_ONCE = 1 << 20
+READ_LIMIT_BYTES = 1 << 20
 
 
 class Administration:
@@ -33,16 +33,16 @@ class Administration:
             )  # fmt: skip
 
     def _machine_status(self, machine: Machine, now_s: float) -> MachineStatus:
-        run, known = self.state.run, self.state.book.get(machine.id)
+        run, entry = self.state.run, self.state.book.get(machine.id)
         return MachineStatus(
             machine=machine.id, name=machine.name, seat=machine.seat, round=machine.round, steps=machine.steps,
-            pace_s=known.pace_s if known else None, arrivals=known.arrivals if known else 0, silent_s=now_s - machine.seen_s,
-            is_away=machine.is_away, wasted=known.wasted if known else 0, token=known.token if known else "",
+            pace_s=entry.pace_s if entry else None, arrivals=entry.arrivals if entry else 0, silent_s=now_s - machine.seen_s,
+            is_away=machine.is_away, wasted=entry.wasted if entry else 0, token=entry.token if entry else "",
             **(run.rates(now_s, machine.id) if run else {}),
         )  # fmt: skip
 
     def read(self, name: str, offset: int) -> bytes:
-        """More of one of the run's files that may be shown, from a byte on. The journal is one long file of lines."""
+        """The next part of one of the readable files, from byte `offset` on. The journal counts as one long file."""
         if name not in READABLE or not 0 <= offset < 1 << 62:
             raise Refused(Code.PATH, f"{name!r} at {offset} is none of {', '.join(READABLE)}.")
         path = self.state.folder / name
@@ -52,10 +52,10 @@ class Administration:
             return b""
         with path.open("rb") as file:
             file.seek(offset)
-            return file.read(READ_AT_ONCE)
+            return file.read(READ_LIMIT_BYTES)
 
     def stop(self, text: str) -> None:
-        """Ends the run for now: what is there is saved, and `heloco serve` goes on with it."""
+        """Saves the run and ends it for now. `heloco serve` can continue it later."""
         state = self.state
         with state.changed:
             if state.ended is None:
@@ -70,6 +70,6 @@ class Administration:
 
 
 def _segment_at(folder: Path, offset: int) -> tuple[Path, int]:
-    """The segment with a byte of the journal, and where in it that byte is."""
+    """The segment that holds a byte of the journal, and the byte's offset in that segment."""
     base, path = max((each for each in journal.segments(folder) if each[0] <= offset), default=(0, folder / "none"))
     return path, offset - base

@@ -17,7 +17,7 @@ from heloco.run.checkpoint import CheckpointDamaged
 
 
 class ServedState(Struct, frozen=True, kw_only=True):
-    """What a checkpoint of a served run holds besides the synchronizer."""
+    """What a checkpoint of a served run holds in addition to the synchronizer's state."""
 
     journal: Mark
     time_s: float
@@ -60,7 +60,7 @@ def load(run: JournaledRun, state: Mapping[str, Any], tensors: Mapping[str, Tens
 
 
 def save(run: JournaledRun) -> None:
-    """A checkpoint. What it stands for may leave the journal, and with that the oldest checkpoint."""
+    """Writes a checkpoint. Events that it covers may then be pruned from the journal, and old checkpoints with them."""
     assert run.folder is not None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     synchronizer = run.synchronizer.state_dict()
@@ -81,24 +81,24 @@ def save(run: JournaledRun) -> None:
 
 
 def save_if_due(run: JournaledRun) -> None:
-    """After an arrival was answered: a checkpoint may take a while."""
-    since, every = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
-    if run.lines.catch_up() and ((since and run.is_finished) or (every and since >= every)):
+    """Writes a checkpoint if one is due. Called after an arrival was answered, because it may take a while."""
+    arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
+    if run.lines.catch_up() and ((arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)):
         save(run)
 
 
 def replays_from_the_start(run: JournaledRun) -> bool:
-    """Whether the journal still has everything from the first event on: then the first checkpoint stays too."""
+    """Whether the journal still reaches back to the first event. If so, the first checkpoint is kept too."""
     assert run.folder is not None
-    kept = run.folder.checkpoints()
-    return not kept or kept[0].name == "arrival-00000000"
+    paths = run.folder.checkpoints()
+    return not paths or paths[0].name == "arrival-00000000"
 
 
 def make_room(run: JournaledRun, budget_bytes: float) -> None:
-    """Prunes the journal to its budget, as far as the newest checkpoints stand for what is removed."""
+    """Prunes the journal to its budget. Only events that the newest checkpoints cover are removed."""
     assert run.folder is not None
-    kept = run.folder.checkpoints()[-checkpoint.KEEP :]
-    marks = [served_state(checkpoint.load_state(path)).journal for path in kept]
+    newest = run.folder.checkpoints()[-checkpoint.KEEP :]
+    marks = [served_state(checkpoint.load_state(path)).journal for path in newest]
     if marks and run.journal.prune(min(marks, key=lambda mark: mark.number), budget_bytes):
         for path in run.folder.checkpoints()[: -checkpoint.KEEP]:
             checkpoint.discard(path)

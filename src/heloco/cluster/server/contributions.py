@@ -1,4 +1,5 @@
-"""Taking in contributions: bytes at an offset, so that a transfer goes on where it was cut; then all at once, exactly once."""
+"""Taking in contributions. Bytes arrive at an offset, so that an interrupted transfer can continue;
+a commit applies them once."""
 
 import contextlib
 import errno
@@ -16,7 +17,7 @@ from heloco.cluster.server.transfers import Upload, refuse_for_disk
 from heloco.finite import all_finite
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
-from heloco.wire.layout import mapped
+from heloco.wire.layout import map_tensors
 
 
 class Contributions:
@@ -28,12 +29,12 @@ class Contributions:
         with self.state.lock:
             if ack := self._ack(ticket, key):
                 return UploadState(ack=ack)
-            self.rounds.holding(ticket, key)
+            self.rounds.holder_of(ticket, key)
             upload = self.state.uploads.get(key)
             return UploadState(size=upload.size if upload else 0)
 
     def _ack(self, ticket: Ticket, key: RoundKey) -> Acknowledgement | None:
-        """An acknowledgement is kept only of what is durable."""
+        """The acknowledgement of an earlier commit. It exists only once the contribution is durable."""
         self.state.machine(ticket)
         if self.state.run is None or self.state.has_failed:
             return None
@@ -41,36 +42,36 @@ class Contributions:
 
     def upload(self, ticket: Ticket, key: RoundKey) -> Upload:
         with self.state.lock:
-            self.rounds.holding(ticket, key)
+            self.rounds.holder_of(ticket, key)
             assert self.state.run is not None
             return self.state.uploads.open(key, self.state.run.contribution_layout)
 
     def commit(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport) -> Acknowledgement:
-        """The contribution has arrived whole: it is checked, written down, applied and answered. Asked again: the same answer."""
+        """Checks a complete contribution, writes it to the journal and applies it. A repeated commit gets the same answer."""
         state = self.state
         with state.lock:
             if ack := self._ack(ticket, key):
                 return ack
-            machine, upload = self.rounds.holding(ticket, key), state.uploads.get(key)
-            machine.commits_under_way += 1  # from here on the machine can only wait for us
+            machine, upload = self.rounds.holder_of(ticket, key), state.uploads.get(key)
+            machine.commits_under_way += 1  # it is not lost while it waits for our answer
         try:
             if upload is None or not upload.is_complete:
                 size = upload.size if upload else 0
-                raise Refused(Code.INCOMPLETE, f"{size} bytes are here: send the rest.", size=size)
+                raise Refused(Code.INCOMPLETE, f"{size} bytes have arrived: send the rest.", size=size)
             return self._take_in(ticket, key, digest, report, upload)
         finally:
             machine.commits_under_way -= 1
-            state.moved(machine.id)
+            state.note_transfer(machine.id)
 
     def _take_in(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport, upload: Upload) -> Acknowledgement:
         with upload.sealed():
             if upload.digest() == digest:
                 try:
-                    tensors = mapped(upload.fileno(), upload.layout)
+                    tensors = map_tensors(upload.fileno(), upload.layout)
                 except OSError as error:
                     raise refuse_for_disk(error, upload.path) from error
-                except ValueError:  # its file was closed: the machine was evicted, say
-                    raise Refused(Code.NOT_HELD, "The round was given up meanwhile: take a fresh one.") from None
+                except ValueError:  # the file is closed if the machine was evicted in the meantime
+                    raise Refused(Code.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
                 if not all_finite(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)):
                     self._refuse(ticket, key)
                 del tensors
@@ -83,21 +84,21 @@ class Contributions:
         with state.recording() as run:
             if ack := self._ack(ticket, key):
                 return ack
-            machine = self.rounds.holding(ticket, key)
+            machine = self.rounds.holder_of(ticket, key)
             self._check_room_for_lines(run)
             prepare = lambda: self._prepare_start(run)  # noqa: E731
             ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, meanwhile=prepare)
             self.rounds.put_down(machine, remove_upload=False)
             machine.refused = machine.refused + 1 if ack.verdict == "refused" else 0
-            state.roster.moved(machine, state.now_s)
+            state.roster.note_transfer(machine, state.now_s)
             self._turn_away_if_hopeless(machine)
             if run.is_finished:
                 state.end("finished", "all arrivals are in")
             return ack
 
     def _prepare_start(self, run: JournaledRun) -> None:
-        """What the next round begins with, which is asked for in a moment; unless another contribution comes first. Without room
-        for it, whoever asks is told so."""
+        """Writes the start of the next round, which will be fetched in a moment, unless another commit is under way. If
+        the disk is full, the machine that fetches it gets the refusal."""
         assert self.state.starts is not None
         if sum(machine.commits_under_way for machine in self.state.roster) == 1:
             with contextlib.suppress(Refused):
@@ -108,9 +109,9 @@ class Contributions:
             raise refuse_for_disk(OSError(errno.ENOSPC, ""), self.state.folder / "tape.jsonl")
 
     def _refuse(self, ticket: Ticket, key: RoundKey) -> None:
-        """Nothing of it is kept; the data of its round goes back to the ledger."""
+        """Refuses a contribution with NaN or Inf. Nothing of it is kept, and the data of its round goes back to the ledger."""
         with self.state.changed:
-            machine = self.rounds.holding(ticket, key)
+            machine = self.rounds.holder_of(ticket, key)
             machine.refused += 1
             self.rounds.give_up(machine, "not-finite", NOT_FINITE)
             self._turn_away_if_hopeless(machine)

@@ -1,4 +1,4 @@
-"""The tape and the evaluations of a served run: derived from its journal, so a line may be written later."""
+"""The tape and the evaluations of a served run. They follow from its journal, so a line may be written late."""
 
 from collections import deque
 from typing import Any, Literal
@@ -11,7 +11,7 @@ Line = dict[str, Any]
 
 
 class DerivedLines:
-    """Without a folder lines go to the observers alone."""
+    """Writes lines to the run's folder and to the observers. Without a folder, only the observers get them."""
 
     def __init__(self, folder: RunFolder | None, observers: list[Observer]) -> None:
         self._folder, self._observers = folder, observers
@@ -33,7 +33,7 @@ class DerivedLines:
             self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes the lines that wait for room on the disk, in their order; whether none waits any more."""
+        """Writes the lines that wait for room on the disk, in order. True if none is left waiting."""
         while self._waiting:
             name, line = self._waiting[0]
             try:

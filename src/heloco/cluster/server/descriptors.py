@@ -7,7 +7,7 @@ import sys
 
 from heloco.disk import SCARCE
 
-DESCRIPTORS_WANTED = (1 << 16, 10_240, 4096)
+DESCRIPTOR_TARGETS = (1 << 16, 10_240, 4096)
 """The first is more than any run needs. Some systems name a hard limit that they do not honour, so
 fewer are asked for then."""
 _RAN_OUT = (*SCARCE, errno.ENOBUFS)
@@ -17,26 +17,26 @@ _NO_THREAD = "can't start new thread"
 def descriptor_limit() -> int:
     """How many files this process may have open."""
     if sys.platform == "win32":
-        return DESCRIPTORS_WANTED[0]
+        return DESCRIPTOR_TARGETS[0]
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return DESCRIPTORS_WANTED[0] if soft == resource.RLIM_INFINITY else soft
+    return DESCRIPTOR_TARGETS[0] if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_descriptor_limit() -> None:
-    """To what a process may allow itself. Every connection takes a descriptor, and the usual soft limit
-    is 1,024."""
+    """Raises the soft limit as far as the hard limit allows. Every connection takes a descriptor, and the
+    usual soft limit is 1,024."""
     if sys.platform == "win32":
         return
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for most in DESCRIPTORS_WANTED:
-        wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
-        if wanted > descriptor_limit():
+    for target in DESCRIPTOR_TARGETS:
+        limit = target if hard == resource.RLIM_INFINITY else min(hard, target)
+        if limit > descriptor_limit():
             with contextlib.suppress(OSError, ValueError):
-                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def has_run_out(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""What happens as time passes: machines are lost, rounds expire, the run pauses, gives up, and is saved."""
+"""Periodic work: losing machines, expiring rounds, pausing, giving up, and saving."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ from heloco.errors import RunStopped, UserError
 
 TICK_S = 0.2
 STANDSTILL_S = 2.0
-"""Between two ticks: a process that stood still for longer heard nobody, and blames nobody."""
+"""If more time than this passes between two ticks, the process itself stood still and could not hear any machine."""
 log = logging.getLogger("heloco.server")
 
 
@@ -27,7 +27,7 @@ class Housekeeping:
         self._ticked_s = self.state.now_s
 
     def tick(self) -> None:
-        """To be called now and then."""
+        """One round of housekeeping. Called every `TICK_S`."""
         state = self.state
         with state.changed:
             if state.ended is not None:
@@ -36,19 +36,19 @@ class Housekeeping:
             self._ticked_s = now_s
             if passed_s > STANDSTILL_S:
                 state.roster.forgive(passed_s)
-            elif self.pauses.space_problem():  # whoever waits for room is not to blame
+            elif self.pauses.space_problem():  # machines that wait for room on the disk are not lost
                 state.roster.forgive_waiting(now_s, passed_s)
-            with contextlib.suppress(Refused):  # on a full disk nothing can be written down: the next tick tries again
+            with contextlib.suppress(Refused):  # the disk is full: the next tick tries again
                 self._part_with_the_lost(now_s)
             self.pauses.consider()
             self._give_up_if_paused_for_long(now_s)
         self.save_if_due()
 
     def _part_with_the_lost(self, now_s: float) -> None:
-        for machine in self.state.roster.lost(now_s):
+        for machine in self.state.roster.find_lost(now_s):
             silent_s = now_s - (machine.progressed_s if machine.round else machine.seen_s)
             self.members.part_with(machine, "lost", f"no progress for {silent_s:.1f} s")
-        for machine in self.state.roster.expired(now_s):
+        for machine in self.state.roster.find_expired(now_s):
             self.rounds.give_up(machine, "expired", "the round took longer than it may, by what its machine usually needs")
 
     def _give_up_if_paused_for_long(self, now_s: float) -> None:
@@ -64,14 +64,14 @@ class Housekeeping:
                 return
             try:
                 checkpoints.save_if_due(state.run)
-            except UserError as error:  # a full disk, say: the journal has everything, so only the checkpoint is missing
+            except UserError as error:  # for example a full disk: the journal has everything, and only the checkpoint is missing
                 log.warning("No checkpoint could be made: %s", error)
             except RunStopped as error:  # an fsync failed
                 state.end("failed", str(error))
 
 
 class Housekeeper(threading.Thread):
-    """Lets time pass for a service."""
+    """The thread that calls `Housekeeping.tick`."""
 
     def __init__(self, housekeeping: Housekeeping) -> None:
         super().__init__(name="heloco-housekeeper", daemon=True)
@@ -85,7 +85,7 @@ class Housekeeper(threading.Thread):
                 self._housekeeping.tick()
             except Exception as error:
                 if not state.has_failed:
-                    state.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                    state.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
 
     def end(self) -> None:
         self._is_over.set()

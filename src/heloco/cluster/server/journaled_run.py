@@ -1,8 +1,8 @@
-"""A run on real machines as a sequence of events: each is in the journal before it counts, and what follows from it is computed.
+"""A run on real machines as a sequence of events. Each event is in the journal before it takes effect.
 
-Live, an event is written and then followed. After a restart, and in a replay, the same events are followed again and give the
-same parameters to the bit. There is no network and no clock here: times are handed in, and are part of the events.
-"""
+In a live run an event is written and then followed. After a restart and in a replay the same events
+are followed again and give the same parameters to the bit. There is no network and no clock here:
+the caller passes times in, and they are part of the events."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport
 from heloco.cluster.server.derived_lines import DerivedLines
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.transfers import SnapshotStore, Upload, file_digest
-from heloco.disk import forget_cached
+from heloco.disk import drop_cached_pages
 from heloco.engine.local import Observer, due, evaluation_line
 from heloco.errors import UserError
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
@@ -28,14 +28,15 @@ from heloco.run.tape_writer import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks
-from heloco.wire.layout import Layout, mapped
+from heloco.wire.layout import Layout, map_tensors
 
 ACKS_KEPT = 16
-"""Per worker. A machine sends a contribution again only if it got no answer to its last one."""
+"""Acknowledgements kept per worker. A machine repeats a commit only if it got no answer to its last one."""
 
 
 class JournaledRun:
-    """A synchronizer whose events are in a journal. `folder` None: nothing is written, for a replay of the run at `path`."""
+    """A synchronizer whose events are in a journal. Without a `folder` nothing is written: that is
+    a replay of the run at `path`."""
 
     def __init__(
         self,
@@ -56,28 +57,28 @@ class JournaledRun:
         self.contribution_layout = Layout.of(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
         self.book = MachineBook()
         self.time_s = 0.0
-        """Of the last event."""
+        """Time of the last event."""
         self.units = 0
         self.paused: Paused | None = None
         """Why the run paused at the last event."""
         self.holders: dict[int, str] = {}
         """Worker -> the machine that holds its round."""
         self.last_machines: dict[int, str] = {}
-        """Worker -> the machine whose contribution was the last that was accepted."""
+        """Worker -> the machine that made its last accepted contribution."""
         self.start_digests: dict[int, str] = {}
-        """Version -> the digest of what rounds of that version begin with, as long as one is under way."""
+        """Version -> the digest of the start file of its rounds, while at least one of them is under way."""
         self.started_s: dict[int, float] = {}
-        """Worker -> when its round was handed out."""
+        """Worker -> the time at which its round was handed out."""
         self.acks: dict[int, deque[Acknowledgement]] = {w: deque(maxlen=ACKS_KEPT) for w in range(synchronizer.workers)}
         window = config.cluster.participation or 4 * synchronizer.workers
         self.contributors: deque[str] = deque(maxlen=window)
         """The machines of the last arrivals."""
         self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
-        """(time, machine, staleness) of the last arrivals and the one before them, for rates. Empty after a restart."""
+        """(time, machine, staleness) of the arrivals in the window and of the one before it, for rates. Empty after a restart."""
         self.evaluated_at = self.saved_at = -1
         self._journal: Journal | None = None
-        self._beside = ThreadPoolExecutor(2, thread_name_prefix="beside")
-        """For what only looks at the numbers, or waits for the disk: the digest, fsync."""
+        self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
+        """Threads for the digest, which only reads the parameters, and for fsync."""
 
     def open_journal(self, journal: Journal) -> None:
         self._journal = journal
@@ -94,7 +95,7 @@ class JournaledRun:
     # ---- events, live
 
     def note(self, event: Join | Part | Pause | Resume) -> None:
-        """Something that changes no number: a machine came or left, a pause."""
+        """Records an event that changes no parameters: a machine that joined or left, a pause."""
         self.journal.append(event)
         self.follow(event)
 
@@ -120,23 +121,23 @@ class JournaledRun:
     ) -> Acknowledgement:
         """Takes in a contribution that has arrived whole and was checked.
 
-        1. Its file moves to the journal's folder, and its line is written. An error so far has changed nothing.
+        1. Its file moves to the journal's folder, and its line is written. After an error up to here nothing has changed.
         2. While both become durable, it is applied, and `meanwhile` is called. An error from here on ends the process: a restart
            follows the journal.
-        3. When they are durable it is acknowledged, and only then is the acknowledgement kept for who asks again."""
+        3. When both are durable, it is acknowledged. Only then is the acknowledgement kept for repeated commits."""
         event = Receive(
             time_s=time_s, worker=key.worker, round=key.round, version=key.version, machine=machine,
             bytes=upload.layout.size, digest=upload.digest(), loss=_finite(report.loss), last_loss=_finite(report.last_loss),
             samples=report.samples, units=report.units,
         )  # fmt: skip
-        contribution = self._contribution(event, mapped(upload.fileno(), upload.layout))
+        contribution = self._contribution(event, map_tensors(upload.fileno(), upload.layout))
         path = self.journal.take_in(upload.path)
         try:
             number = self.journal.append(event)
         except BaseException:
             self.journal.give_back(path, upload.path)
             raise
-        durable = self._beside.submit(self.journal.make_durable, upload.fileno())
+        durable = self._background.submit(self.journal.make_durable, upload.fileno())
         try:
             ack = self._arrive(event, contribution, meanwhile)
         finally:
@@ -148,29 +149,29 @@ class JournaledRun:
     # ---- what follows from an event
 
     def follow(self, event: Event, number: int = 0) -> None:
-        """`number`: of the event, where it is a contribution whose tensors are to be read from the journal."""
+        """Applies an event of the journal. `number` is the event's number, by which a contribution's tensors are found."""
         self.time_s = event.time_s
         if isinstance(event, Receive):
             ack = self._arrive(event, self._read(event, number), lambda: None)
             self.acks[ack.worker].append(ack)
         elif isinstance(event, Dispatch):
-            self._dispatched(event)
+            self._follow_dispatch(event)
         elif isinstance(event, Abandon):
             self.synchronizer.abandon(event.worker)
             machine = self.holders.pop(event.worker, "")
             if event.kind in WASTED:
-                self.book.wasted(machine)
+                self.book.note_wasted_round(machine)
             self._forget_digests()
         elif isinstance(event, Join):
-            self.book.joined(event.machine, event.secret_hash, event.token, event.seat)
+            self.book.note_join(event.machine, event.secret_hash, event.token, event.seat)
         elif isinstance(event, Part):
-            self.book.parted(event.machine, event.text if event.kind in ("turned-away", "evicted") else "")
+            self.book.note_part(event.machine, event.text if event.kind in ("turned-away", "evicted") else "")
         elif isinstance(event, Pause):
             self.paused = Paused(kind=event.kind, text=event.text)
         else:
             self.paused = None
 
-    def _dispatched(self, event: Dispatch) -> None:
+    def _follow_dispatch(self, event: Dispatch) -> None:
         self.synchronizer.inner_steps[event.worker] = event.steps
         self.holders[event.worker], self.started_s[event.worker] = event.machine, event.time_s
         held = self.synchronizer.dispatch(event.worker, with_start=False)
@@ -186,8 +187,8 @@ class JournaledRun:
         remedy = f"Restore it from a copy, or return to before it with `heloco rollback {self.path}`."
         try:
             with path.open("rb") as file:
-                forget_cached(file.fileno())
-            tensors = mapped(path, self.contribution_layout)
+                drop_cached_pages(file.fileno())
+            tensors = map_tensors(path, self.contribution_layout)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}, an acknowledged contribution, is missing or cut. {remedy}") from error
         if file_digest(path) != event.digest:
@@ -204,13 +205,13 @@ class JournaledRun:
     def _arrive(self, event: Receive, contribution: Contribution, meanwhile: Callable[[], None]) -> Acknowledgement:
         self.time_s = event.time_s
         arrival = self.synchronizer.receive(contribution)
-        digest = self._beside.submit(self.digest)
+        digest = self._background.submit(self.digest)
         meanwhile()
         self.holders.pop(arrival.worker, None)
         self._forget_digests()
         started_s = self.started_s[arrival.worker]
         if arrival.verdict == "refused":
-            self.book.wasted(event.machine)
+            self.book.note_wasted_round(event.machine)
         else:
             self._count(event, arrival, started_s)
         line = record(arrival, contribution, time_s=event.time_s, start_s=started_s)
@@ -225,7 +226,7 @@ class JournaledRun:
         self.contributors.append(event.machine)
         self.recent.append((event.time_s, event.machine, arrival.staleness))
         self.last_machines[arrival.worker] = event.machine
-        self.book.arrived(event.machine, (event.time_s - started_s) / arrival.inner_steps)
+        self.book.note_arrival(event.machine, (event.time_s - started_s) / arrival.inner_steps)
 
     def participants(self) -> set[str]:
         """The machines that contributed to the last arrivals."""
@@ -246,10 +247,10 @@ class JournaledRun:
         return next((ack for ack in acks if (ack.round, ack.version) == (key.round, key.version)), None)
 
     def rates(self, now_s: float, machine: str | None = None) -> dict[str, float | None]:
-        """Over the last arrivals, of one machine or of all: how many came per minute, their share, their mean staleness."""
+        """Arrivals per minute, share of arrivals and mean staleness over the window, of one machine or of all."""
         recent, window = list(self.recent), len(self.contributors)
         staleness = [stale for _, name, stale in recent[-window:] if machine in (None, name)]
-        counted = [name for _, name, _ in recent[1:] if machine in (None, name)]  # the first is the mark that time runs from
+        counted = [name for _, name, _ in recent[1:] if machine in (None, name)]  # the first marks where the span begins
         span_s = now_s - recent[0][0] if len(recent) > 1 else 0.0
         return {
             "per_minute": 60 * len(counted) / span_s if span_s > 0 else None,
@@ -258,21 +259,21 @@ class JournaledRun:
         }
 
     def digest(self) -> str:
-        """Of the outer parameters, to the bit."""
+        """xxh3-64 of the outer parameters."""
         digest = xxhash.xxh3_64()
         for parameter in self.synchronizer.thetas:
             digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def write_start(self, starts: SnapshotStore) -> str:
-        """What rounds of the present version begin with, as a file; its digest."""
+        """Writes the file that rounds of the current version begin with, and returns its digest."""
         return starts.write(self.synchronizer.outer_step, self.synchronizer.start(starts.layout.names))
 
     def final_model(self) -> dict[str, Any]:
         return blocks.name_start(self.synchronizer.parameters, self.synchronizer.buffers)
 
     def close(self) -> None:
-        self._beside.shutdown()
+        self._background.shutdown()
         if self._journal is not None:
             self._journal.close()
         if self.folder is not None:
@@ -287,5 +288,5 @@ def _acknowledgement(arrival: Arrival) -> Acknowledgement:
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that is none is null, on the wire, in the journal and on the tape."""
+    """None for NaN and Inf, which JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None

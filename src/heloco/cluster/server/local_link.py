@@ -47,7 +47,7 @@ class LocalLink:
 
     def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:  # noqa: ARG002
         content = bytearray(self.service.rounds.start(ticket, key).read_bytes())
-        self.service.state.moved(ticket.machine)
+        self.service.state.note_transfer(ticket.machine)
         return view(layout, content)
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
@@ -79,7 +79,7 @@ class LocalLink:
 
 
 def wait_for_round(service: Service, ticket: Ticket, wait_s: float) -> RoundAnswer:
-    """A round as soon as there is one, or why there was none."""
+    """A round as soon as one is free, or after `wait_s` the reason why there is none."""
     state = service.state
     until_s = state.now_s + wait_s
     with state.changed:
@@ -91,7 +91,7 @@ def wait_for_round(service: Service, ticket: Ticket, wait_s: float) -> RoundAnsw
 
 
 def pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of these tensors' file from an offset on."""
+    """The bytes of the file with these tensors, from `offset` on."""
     at = 0
     for piece in pieces(layout, tensors):
         if at + len(piece) > offset:

@@ -1,4 +1,4 @@
-"""What a run knows of each machine from its events: how it proves to be itself, how fast it is, whether it may come back.
+"""What a run knows about each machine: the hash of its secret, its pace, and whether it may come back.
 
 All of it follows from the journal, so it is the same after a restart."""
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 PACES_KEPT = 8
-KNOWN_AT_MOST = 10_000
-"""Machines that are remembered; the one that was not heard of for the longest time is forgotten first."""
+MACHINE_LIMIT = 10_000
+"""At most this many machines are remembered. The one that joined longest ago is forgotten first."""
 
 
 class MachineRecord(Struct, frozen=True):
@@ -28,24 +28,24 @@ class MachineRecord(Struct, frozen=True):
 
 
 @dataclass
-class KnownMachine:
+class MachineEntry:
     secret_hash: str
     token: str = ""
-    """The id of the token it showed last."""
+    """Id of the token that the machine joined with last."""
     seat: int | None = None
-    """The seat it had: it gets it back if it is free."""
+    """The seat that the machine had. It gets the seat back if that is free."""
     paces_s: deque[float] = field(default_factory=lambda: deque(maxlen=PACES_KEPT))
-    """Of its last rounds: seconds per inner step from handing out to arrival."""
+    """Paces of its last rounds: seconds per inner step, from dispatch to arrival."""
     arrivals: int = 0
-    """Contributions of it that were taken."""
+    """Contributions of this machine that were accepted."""
     wasted: int = 0
-    """Rounds in a row that came to nothing because of it."""
+    """Rounds in a row that this machine wasted."""
     barred: str = ""
-    """Why it may not take part any more."""
+    """Why the machine may not take part any more; empty if it may."""
 
     @property
     def pace_s(self) -> float | None:
-        """The mean of its last rounds."""
+        """Mean pace of its last rounds."""
         return sum(self.paces_s) / len(self.paces_s) if self.paces_s else None
 
 
@@ -55,60 +55,60 @@ def hash_secret(secret: str) -> str:
 
 class MachineBook:
     def __init__(self) -> None:
-        self._known: dict[str, KnownMachine] = {}
+        self._entries: dict[str, MachineEntry] = {}
 
-    def get(self, machine: str) -> KnownMachine | None:
-        return self._known.get(machine)
+    def get(self, machine: str) -> MachineEntry | None:
+        return self._entries.get(machine)
 
     def proves(self, machine: str, secret: str) -> bool:
         """Whether the secret is the one that this machine was given."""
-        known = self._known.get(machine)
-        return known is not None and hmac.compare_digest(known.secret_hash, hash_secret(secret))
+        entry = self._entries.get(machine)
+        return entry is not None and hmac.compare_digest(entry.secret_hash, hash_secret(secret))
 
-    def joined(self, machine: str, secret_hash: str, token: str, seat: int | None) -> KnownMachine:
-        known = self._known.pop(machine, None) or KnownMachine(secret_hash)
-        known.secret_hash, known.token = secret_hash, token
+    def note_join(self, machine: str, secret_hash: str, token: str, seat: int | None) -> MachineEntry:
+        entry = self._entries.pop(machine, None) or MachineEntry(secret_hash)
+        entry.secret_hash, entry.token = secret_hash, token
         if seat is not None:
-            known.seat = seat
-        self._known[machine] = known  # last: the most recently heard of
-        return known
+            entry.seat = seat
+        self._entries[machine] = entry  # moved to the end: joined most recently
+        return entry
 
-    def arrived(self, machine: str, pace_s: float) -> None:
-        if known := self._known.get(machine):
-            known.paces_s.append(pace_s)
-            known.arrivals += 1
-            known.wasted = 0
+    def note_arrival(self, machine: str, pace_s: float) -> None:
+        if entry := self._entries.get(machine):
+            entry.paces_s.append(pace_s)
+            entry.arrivals += 1
+            entry.wasted = 0
 
-    def wasted(self, machine: str) -> None:
-        if known := self._known.get(machine):
-            known.wasted += 1
+    def note_wasted_round(self, machine: str) -> None:
+        if entry := self._entries.get(machine):
+            entry.wasted += 1
 
-    def parted(self, machine: str, barred: str) -> None:
-        if known := self._known.get(machine):
-            known.seat = None
-            known.barred = known.barred or barred
+    def note_part(self, machine: str, barred: str) -> None:
+        if entry := self._entries.get(machine):
+            entry.seat = None
+            entry.barred = entry.barred or barred
 
-    def barred(self, machine: str) -> str:
-        """Why the machine may not take part; empty where it may."""
-        known = self._known.get(machine)
-        return known.barred if known else ""
+    def reason_barred(self, machine: str) -> str:
+        """Why the machine may not take part; empty if it may."""
+        entry = self._entries.get(machine)
+        return entry.barred if entry else ""
 
     def forget_surplus(self, needed: Iterable[str]) -> None:
-        """Keeps the book small: machines that are not `needed` and not barred go first, the longest unheard of first."""
-        surplus = len(self._known) - KNOWN_AT_MOST
+        """Forgets the oldest machines above the limit, except those that are `needed` or barred."""
+        surplus = len(self._entries) - MACHINE_LIMIT
         if surplus > 0:
-            kept = set(needed)
-            for machine in [m for m, known in self._known.items() if m not in kept and not known.barred][:surplus]:
-                del self._known[machine]
+            exempt = set(needed)
+            for machine in [m for m, entry in self._entries.items() if m not in exempt and not entry.barred][:surplus]:
+                del self._entries[machine]
 
     def to_records(self) -> dict[str, MachineRecord]:
         return {
             machine: MachineRecord(k.secret_hash, k.token, k.seat, list(k.paces_s), k.arrivals, k.wasted, k.barred)
-            for machine, k in self._known.items()
+            for machine, k in self._entries.items()
         }
 
     def load(self, records: dict[str, MachineRecord]) -> None:
-        self._known = {
-            machine: KnownMachine(r.secret_hash, r.token, r.seat, deque(r.paces_s, PACES_KEPT), r.arrivals, r.wasted, r.barred)
+        self._entries = {
+            machine: MachineEntry(r.secret_hash, r.token, r.seat, deque(r.paces_s, PACES_KEPT), r.arrivals, r.wasted, r.barred)
             for machine, r in records.items()
         }

@@ -1,4 +1,4 @@
-"""Machines come and go: each is known by a secret of its own, whatever it calls itself."""
+"""Machines join and leave. Each is identified by its own secret, not by its name."""
 
 import secrets
 
@@ -13,9 +13,9 @@ from heloco.cluster.server.state import ServiceState
 from heloco.records.events import AbandonKind, Join, Part, PartKind
 from heloco.wire.layout import Layout
 
-MACHINES_AT_MOST = 4096
+PRESENT_LIMIT = 4096
 _ROUND_OF: dict[PartKind, AbandonKind] = {"lost": "lost", "evicted": "evicted", "turned-away": "not-finite"}
-"""What becomes of the round of a machine that parts this way; of others it is given back."""
+"""Why the round of a machine that leaves in this way is abandoned; "given-back" for the other ways."""
 
 
 class Membership:
@@ -23,7 +23,7 @@ class Membership:
         self.state, self.rounds, self.pauses = state, rounds, pauses
 
     def join(self, request: JoinRequest, ticket: Ticket | None = None, token: str = "") -> Joined:
-        """A machine comes, or comes back if its ticket is one of this run. `token`: the id of the one it showed."""
+        """A new machine joins, or a machine with a ticket of this run comes back. `token` is the id of the token it showed."""
         state = self.state
         with state.changed:
             state.check_open()
@@ -46,7 +46,7 @@ class Membership:
         if request.version.split(".")[:2] != heloco.__version__.split(".")[:2]:
             raise Refused(
                 Code.VERSION,
-                f"This run is of heloco {heloco.__version__}, and the machine has {request.version}: install the same version.",
+                f"This run has heloco {heloco.__version__}, and the machine has {request.version}: install the same version.",
             )
         starts = self.state.starts
         if starts is None and request.layout is None:
@@ -57,17 +57,17 @@ class Membership:
             raise Refused(Code.LAYOUT, f"This run trains another model: here, {difference}.")
 
     def _new_ticket(self, name: str) -> Ticket:
-        if len(self.state.roster) >= MACHINES_AT_MOST:
-            raise Refused(Code.BUSY, f"{MACHINES_AT_MOST} machines are here already: wait until one leaves.")
+        if len(self.state.roster) >= PRESENT_LIMIT:
+            raise Refused(Code.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
         return Ticket(machine=f"{clean_name(name)}#{secrets.token_hex(4)}", secret=secrets.token_urlsafe(24))
 
     def _enter(self, ticket: Ticket, token: str) -> Machine:
         state = self.state
-        known, is_here = state.book.get(ticket.machine), ticket.machine in state.roster.present
-        machine = state.roster.join(ticket.machine, state.now_s, seat=known.seat if known else None)
+        entry, is_here = state.book.get(ticket.machine), ticket.machine in state.roster.present
+        machine = state.roster.join(ticket.machine, state.now_s, seat=entry.seat if entry else None)
         secret_hash = hash_secret(ticket.secret)
         if state.run is None:
-            state.book.joined(machine.id, secret_hash, token, machine.seat)
+            state.book.note_join(machine.id, secret_hash, token, machine.seat)
         elif not is_here:
             event = Join(time_s=state.now_s, machine=machine.id, seat=machine.seat, secret_hash=secret_hash, token=token)
             try:
@@ -79,15 +79,15 @@ class Membership:
         return machine
 
     def note_present(self) -> None:
-        """For a run that has just got its model: those who are here already are written down."""
+        """Records the machines that joined before the run had its model."""
         for machine in self.state.roster:
-            known = self.state.book.get(machine.id)
-            assert known is not None
+            entry = self.state.book.get(machine.id)
+            assert entry is not None
             with self.state.recording() as run:
                 run.note(
                     Join(
-                        time_s=self.state.now_s, machine=machine.id, seat=machine.seat, secret_hash=known.secret_hash,
-                        token=known.token,
+                        time_s=self.state.now_s, machine=machine.id, seat=machine.seat, secret_hash=entry.secret_hash,
+                        token=entry.token,
                     )
                 )  # fmt: skip
 
@@ -97,13 +97,13 @@ class Membership:
                 self.part_with(self.state.machine(ticket), "left", text)
 
     def part_with(self, machine: Machine, kind: PartKind, text: str) -> None:
-        """The machine is not here any more, for whatever reason."""
+        """Removes a machine from the run, and gives up its round."""
         state = self.state
         if machine.round and state.run is not None and state.ended is None:
             self.rounds.give_up(machine, _ROUND_OF.get(kind, "given-back"), text)
         state.roster.leave(machine)
         if state.run is None:
-            state.book.parted(machine.id, text if kind == "evicted" else "")
+            state.book.note_part(machine.id, text if kind == "evicted" else "")
         elif state.ended is None:
             with state.recording() as run:
                 run.note(Part(time_s=state.now_s, machine=machine.id, kind=kind, text=text))
@@ -111,7 +111,7 @@ class Membership:
         state.changed.notify_all()
 
     def evict(self, machine: str, text: str) -> None:
-        """The machine may not take part any more, now or later. It may have left already."""
+        """Removes a machine and bars it for good. It may have left already."""
         with self.state.changed:
             state, text = self.state, text or "it was evicted"
             if present := state.roster.present.get(machine):
@@ -119,33 +119,33 @@ class Membership:
             elif state.book.get(machine) is None:
                 raise Refused(Code.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are.")
             elif state.run is None:
-                state.book.parted(machine, text)
+                state.book.note_part(machine, text)
             else:
                 with state.recording() as run:
                     run.note(Part(time_s=state.now_s, machine=machine, kind="evicted", text=text))
 
     def declare_lost(self, machine: str, text: str) -> None:
-        """Somebody knows that the machine's process is gone: nobody has to wait for its silence."""
+        """Removes a machine whose process is known to be dead, without waiting for the timeout."""
         with self.state.changed:
             if present := self.state.roster.present.get(machine):
                 self.part_with(present, "lost", text)
 
     def evict_token(self, token: str, text: str) -> None:
-        """All machines that came with a token."""
+        """Evicts all present machines that joined with a token."""
         with self.state.changed:
             for machine in self.state.roster:
-                if (known := self.state.book.get(machine.id)) and known.token == token:
+                if (entry := self.state.book.get(machine.id)) and entry.token == token:
                     self.part_with(machine, "evicted", text)
 
     def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
-        """A sign of life. It takes no lock, so that it never waits for a contribution, an evaluation or a checkpoint."""
+        """A sign of life. It takes no lock, so it never waits for a contribution, an evaluation or a checkpoint."""
         state = self.state
         machine = state.machine(ticket)
-        state.roster.stepped(machine, steps, state.now_s)
+        state.roster.note_steps(machine, steps, state.now_s)
         too_stale = self.rounds.is_too_stale(machine)
         return BeatAnswer(ended=state.ended, paused=state.paused, too_stale=too_stale, round=machine.round)
 
 
 def clean_name(name: str) -> str:
-    """What a machine calls itself: it is shown, and stands in files."""
+    """A machine's name with only characters that are safe to show and to store."""
     return "".join(c for c in name if c.isascii() and (c.isalnum() or c in "-_.~"))[:80] or "machine"

@@ -1,4 +1,4 @@
-"""A model from outside: the first machine of a run without a model of its own brings it."""
+"""Receiving the model of an external run from the first machine that brings one."""
 
 import shutil
 from collections.abc import Callable
@@ -13,30 +13,30 @@ from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_di
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.wire import blocks
-from heloco.wire.layout import Layout, mapped
+from heloco.wire.layout import Layout, map_tensors
 
-MODEL = "model.partial"
-SHARE_OF_SPACE = 0.5
-"""Of the free space that a model may have, where the config sets no limit."""
-Founder = Callable[[Layout, dict[str, Tensor], list[str]], tuple[JournaledRun, SnapshotStore]]
-"""Makes a run from the model that a machine brought: its layout, its tensors, and the names its blocks have there."""
+MODEL_FILE = "model.partial"
+FREE_SPACE_SHARE = 0.5
+"""A model may take this share of the free disk space if the config sets no limit."""
+RunFactory = Callable[[Layout, dict[str, Tensor], list[str]], tuple[JournaledRun, SnapshotStore]]
+"""Makes a run from a model: its layout, its tensors, and the names of its blocks in the machine's module."""
 
 
 class ModelIntake:
-    """One machine at a time sends its model; one that sends nothing for a while gives up its place."""
+    """One machine at a time sends its model. If it stalls, another machine may take over."""
 
     def __init__(
-        self, state: ServiceState, found_run: Founder | None, serve: Callable[[JournaledRun, SnapshotStore], None]
+        self, state: ServiceState, create_run: RunFactory | None, serve: Callable[[JournaledRun, SnapshotStore], None]
     ) -> None:
         """`serve` is called with the run when it has its model."""
-        self.state, self._found_run, self._serve = state, found_run, serve
+        self.state, self._create_run, self._serve = state, create_run, serve
         self._upload: Upload | None = None
         self._sender = ""
-        self._seen: tuple[int, float] = (0, 0.0)
-        """(bytes, when) of the upload when it was last seen to grow."""
+        self._last_growth: tuple[int, float] = (0, 0.0)
+        """(bytes, time) of the upload when it last grew."""
 
     def upload(self, ticket: Ticket, layout: Layout) -> Upload:
-        """The upload of this machine's model, begun or gone on with."""
+        """The upload of this machine's model, new or continued."""
         state = self.state
         with state.lock:
             machine = state.machine(ticket).id
@@ -50,22 +50,22 @@ class ModelIntake:
                 self.drop()
             if self._upload is None:
                 try:
-                    self._upload, self._sender = Upload(state.folder / MODEL, layout), machine
+                    self._upload, self._sender = Upload(state.folder / MODEL_FILE, layout), machine
                 except OSError as error:
-                    raise refuse_for_disk(error, state.folder / MODEL) from error
-                self._seen = (0, state.now_s)
+                    raise refuse_for_disk(error, state.folder / MODEL_FILE) from error
+                self._last_growth = (0, state.now_s)
             return self._upload
 
     def _is_idle(self) -> bool:
         """Whether the sender has sent nothing for a while."""
         assert self._upload is not None
         cluster, now_s = self.state.config.cluster, self.state.now_s
-        if self._upload.size != self._seen[0]:
-            self._seen = (self._upload.size, now_s)
-        return now_s - self._seen[1] > cluster.patience * cluster.beat_s
+        if self._upload.size != self._last_growth[0]:
+            self._last_growth = (self._upload.size, now_s)
+        return now_s - self._last_growth[1] > cluster.patience * cluster.beat_s
 
     def _check(self, layout: Layout) -> None:
-        """Before a byte of the model is taken."""
+        """Refuses an unsuitable model before any byte of it is sent."""
         if not blocks.is_numbered(layout.names):
             raise Refused(
                 Code.LAYOUT, "A model's blocks are named parameter.0, …, buffer.0, …, and it has at least one parameter."
@@ -73,32 +73,32 @@ class ModelIntake:
         if untrainable := layout.untrainable():
             raise Refused(Code.LAYOUT, untrainable)
         limit = self.state.config.cluster.model_limit_gb * 1e9
-        limit = limit or SHARE_OF_SPACE * shutil.disk_usage(self.state.folder).free
+        limit = limit or FREE_SPACE_SHARE * shutil.disk_usage(self.state.folder).free
         if layout.size > limit:
-            size, most = (f"{bytes_ / 1e9:.3g} GB" for bytes_ in (layout.size, limit))
-            text = f"The model has {size}, and this run takes at most {most}: raise model_limit_gb, or free some space there."
-            raise Refused(Code.TOO_LARGE, text)
+            size_text, limit_text = (f"{bytes_ / 1e9:.3g} GB" for bytes_ in (layout.size, limit))
+            remedy = "raise model_limit_gb, or free some space there"
+            raise Refused(Code.TOO_LARGE, f"The model has {size_text}, and this run takes at most {limit_text}: {remedy}.")
 
     def commit(self, ticket: Ticket, commit: ModelCommit) -> None:
-        """The first machine's model is what the run starts from."""
+        """Starts the run from the model that this machine has sent."""
         state = self.state
         with state.changed:
             machine = state.machine(ticket).id
             if state.run is not None:
                 return
-            assert self._found_run is not None
+            assert self._create_run is not None
             upload = self._upload if self._sender == machine else None
             if upload is None or not upload.is_complete:
-                raise Refused(Code.INCOMPLETE, "The model is not all here: send the rest.", size=upload.size if upload else 0)
+                raise Refused(Code.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0)
             if upload.digest() != commit.digest:
                 upload.restart()
                 raise Refused(Code.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
-            tensors = mapped(upload.fileno(), upload.layout)
+            tensors = map_tensors(upload.fileno(), upload.layout)
             if not all_finite(blocks.blocks_of(blocks.PARAMETER, tensors)):  # a buffer may be a mask of −∞
                 upload.restart()
                 raise Refused(Code.NOT_FINITE, "The model holds NaN or Inf.")
             try:
-                run, starts = self._found_run(upload.layout, tensors, list(commit.names))
+                run, starts = self._create_run(upload.layout, tensors, list(commit.names))
             except UserError as error:
                 raise Refused(Code.MODEL, str(error)) from error
             except RunStopped as error:

@@ -1,4 +1,4 @@
-"""From a config, or from a run's folder, to a service that runs."""
+"""Opens a service: a new run from a config, or an existing run from its folder."""
 
 import shutil
 import time
@@ -26,12 +26,12 @@ from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
 ENDLESS = 1 << 60
-"""Windows of a shard that is a machine's own business."""
+"""Windows of a shard in an external run, where the machines have the data."""
 Clock = Callable[[], float]
 
 
-def check_served(config: RunConfig) -> None:
-    """Refuses settings that only a simulation can honour, and those that could never be met."""
+def check_servable(config: RunConfig) -> None:
+    """Raises UserError for settings that only a simulation supports, and for settings that can never be satisfied."""
     workers, cluster = config.workers, config.cluster
     if any(pace != 1 for pace in workers.paces):
         raise UserError(
@@ -52,12 +52,12 @@ def check_served(config: RunConfig) -> None:
 
 
 def evaluation_of(task: Task, model: nn.Module, buffers: Callable[[], list[Tensor]]) -> Callable[[], Scores]:
-    """The scores of the outer model as it stands."""
+    """A function that evaluates the current outer model."""
 
     @torch.no_grad()
     def evaluate() -> Scores:
-        for ours, kept in zip(model.buffers(), buffers(), strict=True):
-            ours.copy_(kept)
+        for buffer, current in zip(model.buffers(), buffers(), strict=True):
+            buffer.copy_(current)
         return task.evaluate(model)
 
     return evaluate
@@ -66,7 +66,7 @@ def evaluation_of(task: Task, model: nn.Module, buffers: Callable[[], list[Tenso
 def journaled_run(
     task: Task, config: RunConfig, folder: RunFolder | None, observers: list[Observer] | None = None
 ) -> JournaledRun:
-    """A run of a task of ours, not begun yet."""
+    """A run of one of the built-in tasks, not begun yet."""
     parts = build_parts(task, config)
     evaluate = evaluation_of(task, parts.model, lambda: parts.synchronizer.buffers)
     return JournaledRun(
@@ -77,30 +77,35 @@ def journaled_run(
 def new_run(
     task: Task, config: RunConfig, path: Path, observers: list[Observer] | None = None, clock: Clock = time.monotonic
 ) -> Service:
-    check_served(config)
+    check_servable(config)
     folder = RunFolder.create(path, config, describe(task, config, task.build_model(), clock="real"))
-    return _begun(journaled_run(task, config, folder, observers), clock)
+    return _begin_service(journaled_run(task, config, folder, observers), clock)
 
 
 def old_run(
     task: Task, folder: RunFolder, config: RunConfig, observers: list[Observer] | None = None, clock: Clock = time.monotonic
 ) -> Service:
-    """Takes a run up again; `config` may have other cluster settings than it had."""
-    check_served(config)
+    """Resumes a run from its folder. `config` may have other cluster settings than before."""
+    check_servable(config)
     if task.digest != folder.meta()["task_digest"]:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
-    return _begun(journaled_run(task, config, folder, observers), clock)
+    return _begin_service(journaled_run(task, config, folder, observers), clock)
 
 
-def _begun(run: JournaledRun, clock: Clock, found_run: Any = None) -> Service:
+def _begin_service(run: JournaledRun, clock: Clock, create_run: Any = None) -> Service:
     assert run.folder is not None
     try:
         starts, notices = begin(run)
         model_digest = run.folder.meta().get("model_digest", "")
         service = Service(
-            run.config, run.folder.path, task_digest=run.task_digest, model_digest=model_digest, found_run=found_run, clock=clock
+            run.config,
+            run.folder.path,
+            task_digest=run.task_digest,
+            model_digest=model_digest,
+            create_run=create_run,
+            clock=clock,
         )
         service.notices += notices
         service.take_up(run, starts)
@@ -111,18 +116,18 @@ def _begun(run: JournaledRun, clock: Clock, found_run: Any = None) -> Service:
 
 
 def rebuild(folder: RunFolder, model_folder: RunFolder, task: Task | None) -> JournaledRun:
-    """The run of a folder, not begun: for going through its journal again. `task` None: its machines brought the model, whose
-    shapes are in `model_folder`."""
+    """The run of a folder, not begun, to follow its journal again. Without a `task` it is an
+    external run, and the shapes of its model are in `model_folder`."""
     config = folder.config()
     if task is not None:
         return journaled_run(task, config, folder, None)
-    model, brought = remembered_model(model_folder), BroughtTask(len(config.workers.paces))
-    synchronizer = build_synchronizer(config, model, [shard.windows for shard in brought.shards])
-    return JournaledRun(synchronizer, config, task_digest=brought.digest, folder=folder)
+    model, external_task = load_external_model(model_folder), ExternalTask(len(config.workers.paces))
+    synchronizer = build_synchronizer(config, model, [shard.windows for shard in external_task.shards])
+    return JournaledRun(synchronizer, config, task_digest=external_task.digest, folder=folder)
 
 
 def begin(run: JournaledRun) -> tuple[SnapshotStore, list[str]]:
-    """Starts the run, or takes it up; the files that its rounds begin with, and what there is to say about its folder."""
+    """Starts or resumes the run. Returns the store of its start files, and notices about its folder."""
     assert run.folder is not None
     run.folder.take()
     starts = SnapshotStore(run.folder.path, run.start_layout)
@@ -131,11 +136,11 @@ def begin(run: JournaledRun) -> tuple[SnapshotStore, list[str]]:
     return starts, resumption.notices
 
 
-# ---- runs whose model comes from outside
+# ---- external runs: a machine brings the model
 
 
-class BroughtModel(nn.Module):
-    """The blocks of a model that a machine brought, without what it computes."""
+class ExternalModel(nn.Module):
+    """The parameters and buffers of a model that a machine brought, without its forward function."""
 
     def __init__(self, layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> None:
         super().__init__()
@@ -150,8 +155,8 @@ class BroughtModel(nn.Module):
             self.register_buffer(f"b{i}", buffer.clone())
 
 
-class BroughtTask:
-    """Stands for a task that only the machines know."""
+class ExternalTask:
+    """Takes the place of a task in an external run, where only the machines know the task."""
 
     unit = "samples"
 
@@ -163,64 +168,64 @@ class BroughtTask:
 def external_run(
     config: RunConfig, path: Path, observers: list[Observer] | None = None, clock: Clock = time.monotonic
 ) -> Service:
-    """A run that begins with the model of the first machine that joins, or goes on with the one it has."""
-    check_served(config)
-    task = BroughtTask(len(config.workers.paces))
+    """An external run: it begins with the model of the first machine that joins, or continues with the model it has."""
+    check_servable(config)
+    task = ExternalTask(len(config.workers.paces))
 
-    def build(model: BroughtModel, folder: RunFolder) -> JournaledRun:
+    def build(model: ExternalModel, folder: RunFolder) -> JournaledRun:
         model.to(pick_device(config.run.device))
         synchronizer = build_synchronizer(config, model, [shard.windows for shard in task.shards])
         return JournaledRun(synchronizer, config, task_digest=task.digest, folder=folder, observers=observers)
 
-    def found_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
-        model = BroughtModel(layout, tensors, names)
-        run = build(model, RunFolder.create(path, config, _describe(task, config, model), among=_OURS))
+    def create_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
+        model = ExternalModel(layout, tensors, names)
+        run = build(model, RunFolder.create(path, config, _describe(task, config, model), among=_ALLOWED_BEFORE_MODEL))
         try:
             return run, begin(run)[0]
         except BaseException:
             run.close()
-            _remove_half_founded(path)
+            _remove_unfinished(path)
             raise
 
     if (path / CONFIG).exists() and not has_begun(path):
-        _remove_half_founded(path)
+        _remove_unfinished(path)
     if (path / CONFIG).exists():
         folder = RunFolder.open(path)
-        return _begun(build(remembered_model(folder), folder), clock, found_run)
+        return _begin_service(build(load_external_model(folder), folder), clock, create_run)
     path.mkdir(parents=True, exist_ok=True)
-    RunFolder.check_free(path, among=_OURS)
-    return Service(config, path, task_digest=task.digest, found_run=found_run, clock=clock)
+    RunFolder.check_free(path, among=_ALLOWED_BEFORE_MODEL)
+    return Service(config, path, task_digest=task.digest, create_run=create_run, clock=clock)
 
 
-_OURS = ("run-id", "model.partial", "credentials", "workers", "ray", "incoming")
-"""What may be in the folder before the model is there."""
-_FOUNDED = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
-"""What is made when the model is there; the first checkpoint comes last."""
+_ALLOWED_BEFORE_MODEL = ("run-id", "model.partial", "credentials", "workers", "ray", "incoming")
+"""Names that may exist in the folder before the run has its model."""
+_MADE_WITH_MODEL = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
+"""Names that are created when the model has arrived. The first checkpoint is written last."""
 
 
 def has_begun(path: Path) -> bool:
-    """Whether an external run has its first checkpoint, or had one: then its journal has events."""
+    """Whether an external run has, or once had, its first checkpoint. If it had one, its journal has events."""
     return bool(list((path / CHECKPOINTS).glob("arrival-*"))) or any(True for _ in read_events(path / JOURNAL))
 
 
-def _remove_half_founded(path: Path) -> None:
-    """What a kill or a full disk left of a run that was being founded: the next machine brings its model again."""
-    for name in _FOUNDED:
+def _remove_unfinished(path: Path) -> None:
+    """Removes what a kill or a full disk left of a run that had not begun. The next machine brings its model again."""
+    for name in _MADE_WITH_MODEL:
         if (path / name).is_dir():
             shutil.rmtree(path / name)
         else:
             (path / name).unlink(missing_ok=True)
 
 
-def _describe(task: Any, config: RunConfig, model: BroughtModel) -> dict[str, Any]:
+def _describe(task: Any, config: RunConfig, model: ExternalModel) -> dict[str, Any]:
     meta = describe(task, config, model, clock="real")
     for block, name in zip(meta["blocks"], model.block_names, strict=True):
         block["name"] = name
     return {**meta, "buffers": model.buffer_names, "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.parameters()]}
 
 
-def remembered_model(folder: RunFolder) -> BroughtModel:
-    """The model of a run that has begun: its shapes; the values come from the checkpoint."""
+def load_external_model(folder: RunFolder) -> ExternalModel:
+    """The model of an external run that has begun, from its newest readable checkpoint."""
     damage: CheckpointDamaged | None = None
     for path in reversed(folder.checkpoints()):
         try:
@@ -229,7 +234,7 @@ def remembered_model(folder: RunFolder) -> BroughtModel:
             damage = damage or error
             continue
         meta = folder.meta()
-        kept = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
+        model_tensors = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
         names = [block["name"] for block in meta["blocks"]] + list(meta["buffers"])
-        return BroughtModel(Layout.of(kept), kept, names)
+        return ExternalModel(Layout.of(model_tensors), model_tensors, names)
     raise damage or UserError(f"{folder.path} has no checkpoint, and with them the model that was brought is gone: restore them.")

@@ -1,4 +1,4 @@
-"""A run's service with all that serves it, in one process: time, tokens, and the gateway."""
+"""A run's service in one process, with its housekeeper, tokens and gateway."""
 
 import importlib
 import json
@@ -27,54 +27,54 @@ from heloco.run.settings import parse_toml, to_toml
 
 CREDENTIALS, LISTEN = "credentials", "listen.json"
 GATEWAY = "heloco.cluster.gateway.server:open_gateway"
-"""The gateway is over this room, so it is found by name."""
+"""Loaded by name, because this room may not import the gateway."""
 
 
 @dataclass(frozen=True)
 class ListenConfig:
-    """Where the gateway listens, and by which names machines may call it."""
+    """Where the gateway listens, and the host names in its certificate."""
 
     host: str = "127.0.0.1"
     port: int = 8443
     names: tuple[str, ...] = ()
     cert: str = ""
-    """The user's own certificate, with its key; empty: one is made."""
+    """The user's own certificate file; if empty, a certificate is made."""
     key: str = ""
     page: str = ""
-    """"module:function" that makes the live page of a run's folder."""
+    """The function that makes the live page of a run's folder, as "module:function"."""
 
-    def keep(self, folder: Path) -> None:
-        """So that machines find the run where it was, when it is served again."""
-        about = {name: value for name, value in asdict(self).items() if name != "page"}
-        write_atomically(folder / CREDENTIALS / LISTEN, json.dumps(about).encode(), mode=0o600)
+    def save(self, folder: Path) -> None:
+        """Stores the address in the run's folder, so that the run is served at the same address again."""
+        values = {name: value for name, value in asdict(self).items() if name != "page"}
+        write_atomically(folder / CREDENTIALS / LISTEN, json.dumps(values).encode(), mode=0o600)
 
     @classmethod
-    def kept(cls, folder: Path) -> "ListenConfig | None":
-        """Where the run in this folder was served last; None where that is not known."""
+    def load(cls, folder: Path) -> "ListenConfig | None":
+        """The address at which the run in this folder was last served; None if that is not known."""
         try:
-            about = json.loads((folder / CREDENTIALS / LISTEN).read_text())
-            kept = cls(**{**about, "names": tuple(map(str, about["names"]))})
+            values = json.loads((folder / CREDENTIALS / LISTEN).read_text())
+            config = cls(**{**values, "names": tuple(map(str, values["names"]))})
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        is_right = isinstance(kept.host, str) and isinstance(kept.port, int) and 0 <= kept.port < 65536
-        return kept if is_right and isinstance(kept.cert, str) and isinstance(kept.key, str) else None
+        is_valid = isinstance(config.host, str) and isinstance(config.port, int) and 0 <= config.port < 65536
+        return config if is_valid and isinstance(config.cert, str) and isinstance(config.key, str) else None
 
 
 @dataclass(frozen=True)
 class ServeSpec:
-    """All it takes to serve a run, as plain values: it travels to the process that does."""
+    """Everything that is needed to serve a run, as plain values that can be sent to another process."""
 
     folder: str
     config: str = ""
-    """The new run's, as TOML; empty: the folder holds a run, which is taken up."""
+    """Config of a new run as TOML; if empty, the run in the folder is resumed."""
     cluster: str = ""
-    """TOML whose [cluster] settings come over those of a run that is taken up."""
+    """TOML whose [cluster] settings replace those of a run that is resumed."""
     data: str | None = None
-    """Where the run's text is now, if it was moved."""
+    """New place of the run's text, if it was moved."""
     listen: ListenConfig | None = None
 
     def for_restart(self) -> "ServeSpec":
-        """To take the same run up after the process was lost."""
+        """The spec that resumes the same run after its process has died."""
         has_begun = (Path(self.folder) / CONFIG).exists()
         return replace(self, config="", cluster=self.cluster or self.config) if has_begun else self
 
@@ -89,7 +89,7 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
         config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
         if config.data.task == "external":
             return external_run(config, path)
-        task, config = build_task(_moved(config, spec.data), progress)
+        task, config = build_task(_with_data(config, spec.data), progress)
         return new_run(task, config, path)
     folder = RunFolder.open(path)
     config = folder.config()
@@ -99,26 +99,26 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
     config = with_fields(config, changes)
     if config.data.task == "external":
         return external_run(config, path)
-    return old_run(build_task(_moved(config, spec.data), progress)[0], folder, config)
+    return old_run(build_task(_with_data(config, spec.data), progress)[0], folder, config)
 
 
-def _moved(config: RunConfig, data: str | None) -> RunConfig:
+def _with_data(config: RunConfig, data: str | None) -> RunConfig:
     return config if data is None else replace(config, data=replace(config.data, data=data))
 
 
 class Gateway(Protocol):
-    """What serves a run over the network."""
+    """A server that offers a run over the network."""
 
     address: str
     port: int
     fingerprint: str
-    """SHA-256 of its certificate."""
+    """SHA-256 of the gateway's certificate."""
 
     def stop(self) -> None: ...
 
 
 class RunHost:
-    """Serves a run from the moment it is made until `close`. Without `listen` there is no gateway."""
+    """Serves a run from its construction until `close`. Without `listen` there is no gateway."""
 
     def __init__(self, service: Service, listen: ListenConfig | None = None) -> None:
         self.service = service
@@ -141,32 +141,32 @@ class RunHost:
 
     def _listen(self, listen: ListenConfig, folder: Path) -> None:
         self.tokens = TokenBook(folder / CREDENTIALS)
-        before = ListenConfig.kept(folder)
-        wanted = listen.port
-        if not wanted and before is not None and before.host == listen.host:
-            wanted = before.port  # any port will do, but the same again
+        previous = ListenConfig.load(folder)
+        port = listen.port
+        if not port and previous is not None and previous.host == listen.host:
+            port = previous.port  # port 0 means any port: prefer the one from last time
         open_gateway = _load(GATEWAY)
         page = _load(listen.page)(folder) if listen.page else None
         try:
-            self.gateway = open_gateway(self, replace(listen, port=wanted), folder / CREDENTIALS, page)
+            self.gateway = open_gateway(self, replace(listen, port=port), folder / CREDENTIALS, page)
         except UserError:
-            if wanted == listen.port:
+            if port == listen.port:
                 raise
-            self.gateway = open_gateway(self, listen, folder / CREDENTIALS, page)  # somebody else has it now
+            self.gateway = open_gateway(self, listen, folder / CREDENTIALS, page)  # another process uses that port now
         assert self.gateway is not None
-        replace(listen, port=self.gateway.port).keep(folder)
+        replace(listen, port=self.gateway.port).save(folder)
 
     @property
     def address(self) -> str:
         return self.gateway.address if self.gateway else ""
 
     def token(self, right: Right) -> str:
-        """A token that holds, as it is pasted; empty where there is no gateway."""
+        """A valid token, in the form that is pasted; empty if there is no gateway."""
         if self.gateway is None or self.tokens is None:
             return ""
         return self.tokens.text(self.tokens.first(right), self.gateway.fingerprint)
 
-    # ---- ruling it
+    # ---- controlling it
 
     def status(self) -> Status:
         return self.service.admin.status()
@@ -175,10 +175,10 @@ class RunHost:
         self.service.admin.stop(text)
 
     def list_tokens(self) -> TokenList:
-        """Without their secrets."""
-        here = [machine.token for machine in self.status().machines]
+        """All tokens, without their secrets."""
+        tokens_shown = [machine.token for machine in self.status().machines]
         tokens = self.tokens.all() if self.tokens else []
-        return TokenList(tokens=tuple(token.info(here.count(token.id)) for token in tokens))
+        return TokenList(tokens=tuple(token.info(tokens_shown.count(token.id)) for token in tokens))
 
     def new_token(self, right: Right, note: str) -> TokenInfo:
         tokens, gateway = self._tokens_and_gateway()
@@ -186,7 +186,7 @@ class RunHost:
         return token.info(token=tokens.text(token, gateway.fingerprint))
 
     def revoke_token(self, token_id: str) -> None:
-        """Machines that came with the token are sent away."""
+        """Revokes a token, and evicts the machines that joined with it."""
         tokens, _ = self._tokens_and_gateway()
         token = tokens.revoke(token_id)
         if token.right == "worker":
@@ -198,7 +198,7 @@ class RunHost:
         return self.tokens, self.gateway
 
     def close(self) -> None:
-        """What is under way is in the journal; nothing is lost by closing."""
+        """Stops serving. Rounds under way are in the journal, so nothing is lost."""
         self.keeper.end()
         if not self.service.state.has_failed:
             self.service.housekeeping.save_if_due()
@@ -214,7 +214,7 @@ def _load(name: str) -> Callable[..., Any]:
 
 
 class LocalWorkers:
-    """Machines of this run on this machine: `heloco join` in processes of their own, with their words in the run's folder."""
+    """Worker processes on this machine: each runs `heloco join`, with its output in the run's folder."""
 
     def __init__(self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = ()) -> None:
         self.folder = folder / "workers"
@@ -231,11 +231,11 @@ class LocalWorkers:
             )
 
     def failure(self) -> str:
-        """What the first one said that ended badly; empty where none did."""
+        """The last line of the first worker that ended with an error; empty if none did."""
         for number, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
-                words = (self.folder / f"{number}.log").read_text(errors="replace").strip().splitlines()
-                return words[-1] if words else f"it ended with {process.returncode}"
+                lines = (self.folder / f"{number}.log").read_text(errors="replace").strip().splitlines()
+                return lines[-1] if lines else f"it ended with {process.returncode}"
         return ""
 
     def end(self, patience_s: float = 20.0) -> None:

@@ -1,4 +1,4 @@
-"""A real run again, without its machines: its journal through the synchronizer, compared with its tape line by line."""
+"""Replays a real run: its journal goes through the synchronizer again, and the tape is compared line by line."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any
 
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
-from heloco.cluster.server.open_run import BroughtTask, remembered_model
+from heloco.cluster.server.open_run import ExternalTask, load_external_model
 from heloco.engine.build import build_parts, build_synchronizer
 from heloco.engine.local import Collector
 from heloco.errors import UserError
@@ -20,19 +20,19 @@ from heloco.task import Task
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayResult:
     begun_at: int
-    """The arrival that the replay began after: 0, or that of the oldest checkpoint from which on the journal is whole."""
+    """The arrival after which the replay began: 0, or the arrival of the oldest checkpoint from which the journal is complete."""
     lines: int
-    """Lines of the tape that were made again."""
+    """Lines of the tape that were computed again."""
     digest: str
-    """Of the parameters at the end."""
+    """Digest of the parameters at the end."""
     difference: str = ""
-    """The first one, in words; empty where all lines are the same to the bit."""
+    """The first difference as a sentence; empty if all lines are equal to the bit."""
 
 
-def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any] = lambda _: None) -> Replayed:
-    """`task` None: of a run whose model was brought by its machines."""
+def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any] = lambda _: None) -> ReplayResult:
+    """Replays the run in `folder`. Without a `task` it is an external run."""
     if not segments(folder.path / FOLDER):
         raise UserError(f"{folder.path} has no journal: it was a simulation. The same config gives the same run: `heloco train`.")
     config, meta = folder.config(), folder.meta()
@@ -49,7 +49,7 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
             run.follow(event, mark.number)
             progressed(len(collector.tape))
         tape = list(read_lines(folder.path / TAPE))
-        return Replayed(begun_at, len(collector.tape), run.digest(), _difference(tape, collector.tape))
+        return ReplayResult(begun_at, len(collector.tape), run.digest(), _difference(tape, collector.tape))
     finally:
         run.close()
 
@@ -57,12 +57,12 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
 def _synchronizer(folder: RunFolder, task: Task | None, config: RunConfig) -> Synchronizer:
     if task is not None:
         return build_parts(task, config).synchronizer
-    brought = BroughtTask(len(config.workers.paces))
-    return build_synchronizer(config, remembered_model(folder), [shard.windows for shard in brought.shards])
+    external_task = ExternalTask(len(config.workers.paces))
+    return build_synchronizer(config, load_external_model(folder), [shard.windows for shard in external_task.shards])
 
 
 def load_oldest(folder: RunFolder, run: JournaledRun) -> tuple[Mark, int]:
-    """Loads the oldest checkpoint from which on all contributions are kept; its place in the journal, and its arrival."""
+    """Loads the oldest checkpoint after which all contributions are kept. Returns its place in the journal and its arrival."""
     journal = folder.path / FOLDER
     first, last_missing = first_mark(journal).number, 0
     for event, mark in read_events(journal):
@@ -75,18 +75,19 @@ def load_oldest(folder: RunFolder, run: JournaledRun) -> tuple[Mark, int]:
     raise UserError(f"{folder.path} has no checkpoint from which on its contributions are kept: there is nothing to replay from.")
 
 
-def _difference(tape: list[dict[str, Any]], again: list[dict[str, Any]]) -> str:
-    """The lines made again must be the tape's last ones. A last line that only the journal has was never answered, or lost."""
-    if not again:
+def _difference(tape: list[dict[str, Any]], replayed_lines: list[dict[str, Any]]) -> str:
+    """Compares the replayed lines with the tape's last lines. Lines that only the journal has are no difference: they were
+    never written to the tape, or the tape lost them."""
+    if not replayed_lines:
         return ""
-    first = again[0]
+    first = replayed_lines[0]
     start = next((i for i, line in enumerate(tape) if _place(line) == _place(first)), len(tape))
-    for was, now in zip(tape[start:], again, strict=False):
-        now = {**now, "spans": [list(span) for span in now["spans"]]}
-        if was != now:
-            field = next(key for key in now if was.get(key) != now[key])
-            return f"arrival {now['arrival']}: {field} was {was.get(field)!r} and is {now[field]!r}"
-    surplus = len(tape) - start - len(again)
+    for recorded, replayed in zip(tape[start:], replayed_lines, strict=False):
+        replayed = {**replayed, "spans": [list(span) for span in replayed["spans"]]}
+        if recorded != replayed:
+            field = next(key for key in replayed if recorded.get(key) != replayed[key])
+            return f"arrival {replayed['arrival']}: {field} was {recorded.get(field)!r} and is {replayed[field]!r}"
+    surplus = len(tape) - start - len(replayed_lines)
     return f"the tape has {surplus} lines more than the journal" if surplus > 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""What a synchronizer's process holds in memory: θ, m, and what was looked at of one contribution, which is a mapped file."""
+"""Keeps the memory of the synchronizer's process small: θ, m, and the pages of one mapped contribution that were read."""
 
 import contextlib
 import ctypes
@@ -12,22 +12,23 @@ _libc = ctypes.CDLL(None) if LINUX else None
 
 
 def give_memory_back() -> None:
-    """Blocks of a megabyte and more go back to the system when they are freed. Left to itself, glibc comes to keep them in each
-    thread's own heap, and there are many threads: 40 arrivals of 60 MB left 2.7 GB behind."""
-    with contextlib.suppress(AttributeError):  # of another C library
+    """Makes glibc return blocks of a megabyte and more to the system when they are freed. By
+    default it keeps them in the heap of each thread, and there are many threads: after 40 arrivals
+    of 60 MB the process held 2.7 GB."""
+    with contextlib.suppress(AttributeError):  # another C library
         if _libc is not None:
             _libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def return_free_memory() -> None:
-    """Gives free memory between blocks that are still in use back to the system, which glibc does only when asked to."""
+    """Returns free memory between used blocks to the system, which glibc does only on request."""
     with contextlib.suppress(AttributeError):
         if _libc is not None:
             _libc.malloc_trim(0)
 
 
 def forget(address: int, size: int) -> None:
-    """Whole pages of what is mapped from a file or from Ray's store, and was only read."""
+    """Drops whole pages of a mapping from a file or from Ray's store. Only for memory that was read and not written."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if _libc is not None and first < last:
         _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
@@ -38,8 +39,8 @@ def resident_bytes() -> int:
 
 
 def memory_of(pid: int) -> dict[str, int]:
-    """Bytes: the peak, and now what is the process's own, mapped files, and Ray's shared memory."""
+    """Memory of a process in bytes: its peak, and now its own memory, mapped files, and Ray's shared memory."""
     names = {"VmHWM": "peak", "RssAnon": "own", "RssFile": "files", "RssShmem": "shared"}
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = {line.partition(":")[0]: line.split() for line in lines}
-    return {ours: int(fields[theirs][1]) * 1024 for theirs, ours in names.items()}
+    return {name: int(fields[field][1]) * 1024 for field, name in names.items()}

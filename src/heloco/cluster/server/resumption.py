@@ -1,9 +1,9 @@
-"""Taking a run up again: from a checkpoint and the events after it, with whatever its folder has lost made again where that is
-possible.
+"""Resuming a run from a checkpoint and the events after it, with repair of damaged files in its folder.
 
-Only two things cannot be made again: checkpoints, of which there are two, and what the journal holds. The tape, the evaluations
-and what rounds begin with are derived: where one of them is damaged, an older checkpoint is taken from which on the journal gives
-it again; where there is none, the run continues without it."""
+Two things cannot be computed again: checkpoints, of which there are two, and the journal. The tape,
+the evaluations and the start files of rounds are derived from them. If one of these is damaged, the
+run resumes from an older checkpoint, from which the journal gives it again. If there is no such
+checkpoint, the run continues without it."""
 
 import shutil
 from collections.abc import Iterable, Mapping
@@ -26,13 +26,13 @@ Loaded = tuple[dict[str, Any], Mapping[str, Tensor]]
 
 
 class Resumption:
-    """Begins a run, or takes it up where its last checkpoint and the journal after it left it."""
+    """Begins a run, or resumes it from its last checkpoint and the journal after that."""
 
     def __init__(self, run: JournaledRun, starts: SnapshotStore) -> None:
         assert run.folder is not None
         self.run, self.starts, self.folder = run, starts, run.folder
         self.notices: list[str] = []
-        """What whoever serves the run should know about its folder."""
+        """Sentences about the folder, for the person who serves the run."""
 
     def begin(self) -> None:
         self.folder.take()
@@ -54,7 +54,7 @@ class Resumption:
             checkpoints.save(self.run)
 
     def _choose_checkpoint(self) -> Loaded | None:
-        """The newest checkpoint from which on everything is there or can be made again."""
+        """The newest checkpoint from which every file is intact or can be computed again."""
         paths = self.folder.checkpoints()[::-1]
         damaged: dict[Path, CheckpointDamaged] = {}
         second_best: tuple[Loaded, str] | None = None
@@ -81,23 +81,23 @@ class Resumption:
 
     def _note_choice(self, name: str, damaged: dict[Path, CheckpointDamaged], second_best: tuple[Loaded, str] | None) -> None:
         for damage in damaged.values():
-            what = str(damage).partition(". ")[0]
-            self.notices.append(f"{what}. The run continues from {name} and its journal; nothing is lost.")
+            sentence = str(damage).partition(". ")[0]
+            self.notices.append(f"{sentence}. The run continues from {name} and its journal; nothing is lost.")
         self._set_aside(damaged)
         if second_best is not None:
             self.notices.append(f"{second_best[1]} was damaged and is made again from {name} and the journal.")
 
     def _set_aside(self, damaged: Iterable[Path]) -> None:
         for path in damaged:
-            aside = path.with_name(f"damaged-{path.name}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
+            target = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            path.rename(target)
 
     def _has_events(self) -> bool:
         return any(True for _ in read_events(self.folder.path / FOLDER)) if (self.folder.path / FOLDER).is_dir() else False
 
     def _lost_at(self, state: dict[str, Any], *, is_newest: bool) -> str:
-        """What is damaged and could not be made again from this checkpoint on; empty where nothing is."""
+        """A file that is damaged and cannot be computed again from this checkpoint; empty if there is none."""
         served = checkpoints.served_state(state)
         if short := self.folder.shorter_than(state["tape_bytes"], state["evals_bytes"]):
             return str(short)
@@ -109,7 +109,7 @@ class Resumption:
         return ""
 
     def _versions_still_held(self, state: dict[str, Any], since: Mark) -> set[int]:
-        """Of the rounds that were under way at the checkpoint and still are at the end of the journal."""
+        """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
         versions = {worker: version for worker, _, version, *_ in state["books"]["held"]}
         try:
             for event, _ in read_events(self.folder.path / FOLDER, since):
@@ -130,13 +130,14 @@ class Resumption:
         return ""
 
     def _adopt_starts(self) -> None:
-        """Files that rounds under way at the checkpoint began with; those of its own version can be written again."""
+        """Takes over the start files of rounds that were under way at the checkpoint. Those of its
+        own version can be written again."""
         for version, digest in self.run.start_digests.items():
             if not self.starts.adopt(version, digest) and version == self.run.synchronizer.outer_step:
                 self.run.write_start(self.starts)
 
     def _follow(self, since: Mark) -> int:
-        """Follows the events after a checkpoint; the number of the last contribution, 0 where there is none."""
+        """Follows the events after a checkpoint. Returns the number of the last contribution, or 0 if there is none."""
         folder, last_received = self.run.journal.folder, 0
         under_way = _still_under_way(folder, since)
         for event, mark in read_events(folder, since):
@@ -150,8 +151,8 @@ class Resumption:
         return last_received
 
     def _settle(self, last_received: int) -> None:
-        """Contributions that were written but not acknowledged before are acknowledged when their machines ask again: by then
-        they must be durable."""
+        """Makes contributions durable that were written before the restart but not acknowledged. Their machines will commit again
+        and get the acknowledgement."""
         journal = self.run.journal
         for number in range(journal.acknowledged + 1, last_received + 1):
             path = contribution_path(journal.folder, number)
@@ -163,11 +164,11 @@ class Resumption:
             journal.acknowledge(last_received)
 
     def _give_up_lost_starts(self) -> None:
-        """A round whose start is lost for good cannot be begun by anybody."""
+        """Abandons rounds whose start file is lost for good: no machine could begin them."""
         run = self.run
         for worker, held in list(run.synchronizer.held.items()):
             if not self.starts.has(held.version):
-                run.abandon(worker, "start-gone", "what it begins with is gone", run.time_s)
+                run.abandon(worker, "start-gone", "its start file is gone", run.time_s)
 
 
 def _still_under_way(folder: Path, since: Mark) -> set[int]:

@@ -1,8 +1,8 @@
-"""Returning a run to an earlier point of its journal, with or without what came after it from other machines.
+"""Returning a run to an earlier point of its journal, with or without the later contributions of other machines.
 
-The run is made again next to the old one: from the newest checkpoint before the point, and the events after that. A
-contribution that is left out becomes a round that came to nothing; those of other machines after it are applied as they
-are, with the staleness that they have now. When all of it is there, the folders change places, and the old one is kept."""
+The run is computed again in a new folder, from the newest checkpoint before the point and the events after that. A
+contribution that is left out becomes an abandoned round. Later contributions of other machines are applied with the
+staleness that they have now. When the new folder is complete, the folders change places, and the old one is kept."""
 
 import os
 import shutil
@@ -27,29 +27,29 @@ COPIED = (CONFIG, META, "run-id", "credentials")
 
 
 @dataclass(frozen=True)
-class RolledBack:
+class RollbackResult:
     arrivals: int
-    """Where the run stands now."""
+    """Arrivals of the run now."""
     arrivals_before: int
     left_out: int
-    """Contributions of the machines that were left out."""
+    """How many contributions were left out."""
     machines: tuple[str, ...]
-    """The ids of these machines."""
-    kept: Path
-    """The run as it was before."""
+    """Ids of the machines whose contributions were left out."""
+    old_folder: Path
+    """Folder with the run as it was before."""
 
 
 class Rollback:
-    """`to`: the arrival to return to; None: the last one that is whole. `without`: machines whose contributions after that are
-    left out, while those of others stay; without any, nothing after that point stays."""
+    """`to` is the arrival to return to, by default the last one that is complete. `without` names machines
+    whose later contributions are left out, while those of other machines stay. If it is empty, nothing after `to` stays."""
 
     def __init__(self, folder: RunFolder, *, to: int | None = None, without: frozenset[str] = frozenset()) -> None:
         self.folder, self.to, self.without = folder, to, without
         self.target = folder.path.with_name(f"{folder.path.name}.rollback")
         self._left_out = 0
 
-    def run(self, build: Callable[[RunFolder], JournaledRun]) -> RolledBack:
-        """`build` makes the run over a folder, not begun yet."""
+    def run(self, build: Callable[[RunFolder], JournaledRun]) -> RollbackResult:
+        """Carries out the rollback. `build` makes the run of a folder, not begun yet."""
         self.folder.take()
         try:
             self.without = frozenset(map(self._find_machine, self.without))
@@ -62,18 +62,18 @@ class Rollback:
             finally:
                 run.close()
             machines = tuple(sorted(self.without))
-            return RolledBack(arrivals, self._arrivals_before(), self._left_out, machines, self._exchange())
+            return RollbackResult(arrivals, self._arrivals_before(), self._left_out, machines, self._exchange())
         finally:
             self.folder.close()
 
     def _find_machine(self, name: str) -> str:
         """The id of a machine that joined the run, by its id or by its name."""
         joined = sorted({event.machine for event, _ in read_events(self.folder.path / FOLDER) if isinstance(event, Join)})
-        meant = [machine for machine in joined if name in (machine, machine.rpartition("#")[0])]
-        if len(meant) == 1:
-            return meant[0]
-        which = f"is called by {len(meant)} machines" if meant else "never joined this run"
-        raise UserError(f"{name!r} {which}: give one of {', '.join(meant or joined)}.")
+        matches = [machine for machine in joined if name in (machine, machine.rpartition("#")[0])]
+        if len(matches) == 1:
+            return matches[0]
+        which = f"is called by {len(matches)} machines" if matches else "never joined this run"
+        raise UserError(f"{name!r} {which}: give one of {', '.join(matches or joined)}.")
 
     def _choose_checkpoint(self) -> tuple[dict[str, Any], Path]:
         earliest = ""
@@ -88,7 +88,7 @@ class Rollback:
         raise UserError(f"{self.folder.path} has no checkpoint from which arrival {self.to} could be made again.{earliest}")
 
     def _copy(self, state: dict[str, Any], chosen: Path, mark: Mark) -> None:
-        """The run as it was at the checkpoint."""
+        """Copies the run as it was at the checkpoint."""
         shutil.rmtree(self.target, ignore_errors=True)
         self.target.mkdir(mode=self.folder.path.stat().st_mode & 0o777)
         for name in COPIED:
@@ -116,10 +116,10 @@ class Rollback:
         run.folder.start_writing(state["tape_bytes"], state["evals_bytes"], accept_shorter=True)
         run.open_journal(Journal(self.target, mark, may_begin_at_mark=True))
         try:
-            for event, after in read_events(self.folder.path / FOLDER, mark):
+            for event, mark_after in read_events(self.folder.path / FOLDER, mark):
                 if self._is_reached(run) and not self.without:
                     break
-                if not self._record(run, event, after.number):
+                if not self._record(run, event, mark_after.number):
                     break
         except JournalDamaged:
             if self.to is not None and run.synchronizer.arrivals < self.to:
@@ -141,7 +141,7 @@ class Rollback:
             raise UserError(f"The run stands at arrival {at} only: give a smaller --to, or leave it out for the last whole one.")
 
     def _record(self, run: JournaledRun, event: Event, number: int) -> bool:
-        """Writes an event of the old journal to the new one, and follows it; whether that went well."""
+        """Writes an event of the old journal to the new one and follows it. False if its contribution is missing."""
         if isinstance(event, Dispatch):
             run.dispatch(event.worker, event.machine, event.steps, event.start_digest, event.time_s)
         elif isinstance(event, Abandon):
@@ -165,8 +165,8 @@ class Rollback:
         _link(source, upload)
         run.journal.take_in(upload)
         held = run.synchronizer.held[event.worker]
-        moved = structs.replace(event, round=held.index, version=held.version)
-        run.follow(moved, run.journal.append(moved))
+        event_now = structs.replace(event, round=held.index, version=held.version)
+        run.follow(event_now, run.journal.append(event_now))
         return True
 
     def _arrivals_before(self) -> int:
@@ -177,17 +177,17 @@ class Rollback:
             return 0
 
     def _exchange(self) -> Path:
-        """The old folder goes aside, and the new one takes its place."""
+        """Moves the old folder aside and puts the new one in its place."""
         number = 1
-        while (aside := self.folder.path.with_name(f"{self.folder.path.name}.before-rollback-{number}")).exists():
+        while (old_folder := self.folder.path.with_name(f"{self.folder.path.name}.before-rollback-{number}")).exists():
             number += 1
-        self.folder.path.rename(aside)
+        self.folder.path.rename(old_folder)
         self.target.rename(self.folder.path)
-        return aside
+        return old_folder
 
 
 def _copy_start(source: Path, target: Path, size: int) -> None:
-    """The first `size` bytes of a file."""
+    """Copies the first `size` bytes of a file."""
     with source.open("rb") as reading, target.open("wb") as writing:
         while size > 0 and (piece := reading.read(min(size, 1 << 20))):
             writing.write(piece)
@@ -195,7 +195,7 @@ def _copy_start(source: Path, target: Path, size: int) -> None:
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where the disk has no links."""
+    """A hard link to a file, or a copy if the file system has no links."""
     target.unlink(missing_ok=True)
     try:
         os.link(source, target)

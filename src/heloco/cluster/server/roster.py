@@ -1,8 +1,8 @@
-"""Who is here: which machine sits on which seat, how far its round is, and whether it is still there.
+"""The machines that are present: the seat of each, the progress of its round, and whether it is lost.
 
-A seat is one of the synchronizer's workers. A machine has a seat of its own while there are enough of them; the rounds of empty
-seats are done by whoever is free, so that a shard whose machine is gone goes on. Times are handed in; nothing here reads a clock.
-"""
+A seat is one of the synchronizer's workers. A machine has its own seat while there are enough of
+them. Any free machine does the rounds of empty seats, so that the shard of a lost machine is still
+trained. The caller passes times in; nothing here reads a clock."""
 
 import math
 from collections import deque
@@ -13,43 +13,43 @@ from heloco.cluster.protocol.messages import RoundKey
 
 GAPS_KEPT = 8
 FIRST_STEP_BEATS = 30
-"""Beats that a machine may need for its first step, before anything is known about it."""
+"""Time that a machine may take for its first step, in beats, before its pace is known."""
 IDLE_BEATS = 5.0
-"""A machine on a seat that asked for no round for this many beats makes room for those that do."""
-WASTED_AT_MOST = 2
-"""Rounds in a row that a machine may waste before it goes to the end of the queue."""
-LONGEST_REST_S = 60.0
+"""If a machine has not asked for a round for this many beats, others may do the rounds of its seat."""
+WASTED_LIMIT = 2
+"""After this many wasted rounds in a row, a machine has to rest and goes to the end of the queue for a seat."""
+REST_LIMIT_S = 60.0
 
 
 @dataclass
 class Machine:
-    """A machine that has joined and is here."""
+    """A machine that is present in the run."""
 
     id: str
-    """Its name, #, and something random."""
+    """NAME#RANDOM."""
     seat: int | None
-    """None: all seats are taken, it waits for one."""
+    """The worker whose rounds it does; None if all seats are taken."""
     seen_s: float
-    """When it was last heard of."""
+    """When the machine was last heard from."""
     progressed_s: float
-    """When it last said that it had done a step, or bytes of a transfer moved."""
+    """When it last reported a new step, or bytes of a transfer moved."""
     asked_s: float
-    """When it last asked for a round, or had one."""
+    """When the machine last asked for a round, or held one."""
     is_away: bool = False
-    """It held a round before a restart and has not been heard of since."""
+    """Whether it held a round before a restart and has not been heard from since."""
     steps: int = 0
-    """Inner steps of its present round that it says are done."""
+    """Inner steps of its current round that are done, as the machine reports them."""
     round: RoundKey | None = None
     deadline_s: float = math.inf
-    """When its round is given to another, whatever it says."""
+    """When its round is given to another machine, even if it still reports progress."""
     rests_until_s: float = 0.0
-    """It gets no round before: it wasted several in a row."""
+    """The machine gets no round before this time, because it wasted several in a row."""
     refused: int = 0
-    """Contributions refused in a row."""
+    """Number of its contributions that were refused in a row."""
     commits_under_way: int = 0
-    """Its contribution is all here, and it waits for the answer."""
+    """Number of its commits that are being processed. While there is one, the machine is not lost."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
-    """The last times between two steps."""
+    """Times between its last reports of a new step."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Machine:
 
 
 def name_of(machine: str) -> str:
-    """What a machine calls itself, from its id."""
+    """The name part of a machine's id."""
     return machine.rpartition("#")[0]
 
 
@@ -67,7 +67,7 @@ class Roster:
         self.beat_s = beat_s
         self.patience = patience
         self.present: dict[str, Machine] = {}
-        """In the order in which they wait for a seat."""
+        """Machine id -> machine, in the order in which they wait for a seat."""
 
     def __iter__(self) -> Iterator[Machine]:
         return iter(list(self.present.values()))
@@ -78,7 +78,7 @@ class Roster:
     # ---- coming and going
 
     def join(self, machine: str, now_s: float, *, seat: int | None = None) -> Machine:
-        """A machine comes, to the seat it had if that is empty; or is heard of again."""
+        """Adds a machine, on the seat it had if that is empty. A machine that is present counts as heard from."""
         if machine in self.present:
             present = self.present[machine]
             present.seen_s = present.progressed_s = now_s
@@ -94,7 +94,7 @@ class Roster:
         self.seat_the_waiting()
 
     def seat_the_waiting(self) -> None:
-        """Empty seats go to those who have waited longest; a seat whose round somebody else still does goes last."""
+        """Gives empty seats to the machines that have waited longest. A seat whose round another machine still does goes last."""
         empty = self.empty_seats()
         if not empty:
             return
@@ -105,7 +105,7 @@ class Roster:
                 empty.remove(machine.seat)
 
     def send_to_the_back(self, machine: Machine) -> None:
-        """The machine gives its seat to whoever waits; where nobody does, it gets it again."""
+        """The machine gives its seat to a waiting one. If none waits, it gets the seat back."""
         machine.seat = None
         self.present[machine.id] = self.present.pop(machine.id)
         self.seat_the_waiting()
@@ -117,12 +117,12 @@ class Roster:
         return {machine.round.worker for machine in self if machine.round}
 
     def waiting(self) -> list[Machine]:
-        """Those without a seat."""
+        """Machines without a seat."""
         return [machine for machine in self if machine.seat is None]
 
     # ---- rounds
 
-    def took(self, machine: Machine, key: RoundKey, now_s: float, allowed_s: float) -> None:
+    def assign(self, machine: Machine, key: RoundKey, now_s: float, allowed_s: float) -> None:
         machine.round, machine.steps = key, 0
         machine.seen_s = machine.progressed_s = machine.asked_s = now_s
         machine.deadline_s = now_s + allowed_s
@@ -133,43 +133,43 @@ class Roster:
         machine.asked_s = now_s
 
     def rest(self, machine: Machine, wasted: int, now_s: float) -> None:
-        """After rounds that came to nothing the next one comes later and later, and the seat goes to who waits for it."""
-        if wasted >= WASTED_AT_MOST:
-            pause_s = min(LONGEST_REST_S, self.beat_s * 2.0 ** min(wasted - WASTED_AT_MOST, 16))
+        """After several wasted rounds, makes the machine wait, longer each time, and gives its seat to a waiting machine."""
+        if wasted >= WASTED_LIMIT:
+            pause_s = min(REST_LIMIT_S, self.beat_s * 2.0 ** min(wasted - WASTED_LIMIT, 16))
             machine.rests_until_s = now_s + pause_s
             if machine.seat is not None and self.waiting():
                 self.send_to_the_back(machine)
 
     def seats_open_to(self, machine: Machine, now_s: float) -> set[int]:
-        """Seats whose rounds the machine may do: its own, empty ones, and those whose machine does not attend to them."""
-        own = {machine.seat} if machine.seat is not None else set()
+        """Seats whose rounds the machine may do: its own, empty ones, and those whose own machine does not use them."""
+        own_seat = {machine.seat} if machine.seat is not None else set()
         unattended = {m.seat for m in self if m.seat is not None and m is not machine and not self._attends(m, now_s)}
-        return own | unattended | self.empty_seats()
+        return own_seat | unattended | self.empty_seats()
 
     def _attends(self, machine: Machine, now_s: float) -> bool:
-        """Whether the machine does its own seat's round, or is about to: it does not rest, and asked for one lately."""
+        """Whether the machine does its own seat's round, or will soon: it is not resting, and asked for a round lately."""
         if machine.round is not None:
             return machine.round.worker == machine.seat
         return now_s >= machine.rests_until_s and now_s - machine.asked_s <= IDLE_BEATS * self.beat_s
 
     # ---- signs of life
 
-    def saw(self, machine: Machine, now_s: float) -> None:
+    def note_seen(self, machine: Machine, now_s: float) -> None:
         machine.seen_s, machine.is_away = now_s, False
 
-    def stepped(self, machine: Machine, steps: int, now_s: float) -> None:
-        """The machine says that it has done so many steps of its round."""
+    def note_steps(self, machine: Machine, steps: int, now_s: float) -> None:
+        """Notes how many steps of its round the machine reports as done."""
         if steps != machine.steps:
             machine.steps = steps
             machine.gaps_s.append(now_s - machine.progressed_s)
             machine.seen_s = machine.progressed_s = now_s
 
-    def moved(self, machine: Machine, now_s: float) -> None:
-        """Bytes of a transfer moved, which says nothing about how long steps take."""
+    def note_transfer(self, machine: Machine, now_s: float) -> None:
+        """Notes progress of a transfer. It does not count as a step."""
         machine.seen_s = machine.progressed_s = now_s
 
     def forgive(self, away_s: float) -> None:
-        """Time in which nobody could have been heard does not count."""
+        """Does not count time in which the synchronizer itself stood still."""
         for machine in self:
             machine.seen_s += away_s
             machine.progressed_s += away_s
@@ -177,13 +177,14 @@ class Roster:
             machine.deadline_s += away_s
 
     def forgive_waiting(self, now_s: float, passed_s: float) -> None:
-        """Those that are heard of are not stuck: they wait for the synchronizer."""
+        """Does not count time in which machines wait for room on the synchronizer's disk. Only
+        machines that are silent can be lost."""
         for machine in self:
             machine.progressed_s = max(machine.progressed_s, min(machine.seen_s, now_s))
             machine.deadline_s += passed_s
 
-    def lost(self, now_s: float) -> list[Machine]:
-        """Machines that were not heard of for too long, or that say themselves that they do not get on."""
+    def find_lost(self, now_s: float) -> list[Machine]:
+        """Machines that were silent for too long, or whose reports show no progress for too long."""
         return [
             m for m in self if not m.commits_under_way and (self._is_stuck(m, now_s) if m.round else self._is_silent(m, now_s))
         ]
@@ -196,6 +197,6 @@ class Roster:
         usual_s = max(self.beat_s, *machine.gaps_s) if machine.gaps_s else unknown_s
         return now_s - machine.progressed_s > self.patience * usual_s
 
-    def expired(self, now_s: float) -> list[Machine]:
-        """Machines whose rounds have taken longer than they may."""
+    def find_expired(self, now_s: float) -> list[Machine]:
+        """Machines whose rounds are past their deadline."""
         return [m for m in self if m.round and now_s > m.deadline_s and not m.commits_under_way]

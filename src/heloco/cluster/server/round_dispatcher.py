@@ -1,4 +1,4 @@
-"""Handing out rounds: which machine does which worker's, with how many steps, for how long, and what they begin with."""
+"""Handing out rounds: which machine does which worker's round, with how many steps, until when, and from which start."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ class RoundDispatcher:
         self.deadline = RoundDeadline(cluster.patience, cluster.patience * cluster.beat_s, cluster.round_limit_s)
 
     def next(self, ticket: Ticket) -> RoundAnswer:
-        """A round for the machine: the one it holds, or a new one; or why there is none."""
+        """The round that the machine holds, or a new one, or the reason why there is none."""
         state = self.state
         with state.changed:
             machine = state.machine(ticket)
@@ -52,14 +52,14 @@ class RoundDispatcher:
         return None
 
     def _free_seats(self, machine: Machine) -> list[int]:
-        """Seats whose rounds the machine may do and that are not under way or waiting at a barrier."""
+        """Seats whose next round the machine may do now: not under way, and not waiting at a barrier."""
         assert self.state.run is not None
         synchronizer = self.state.run.synchronizer
         open_seats = self.state.roster.seats_open_to(machine, self.state.now_s)
         return sorted(open_seats - {*synchronizer.held, *synchronizer.waiting})
 
     def _hand_out(self, machine: Machine) -> None:
-        """Of the free seats the one with the fewest arrivals, the machine's own where that is among them."""
+        """Hands out the round of the free seat with the fewest arrivals. Among equals, the machine's own seat comes first."""
         state = self.state
         with state.recording() as run:
             assert state.starts is not None
@@ -68,36 +68,36 @@ class RoundDispatcher:
             steps = self._steps(machine)
             run.dispatch(seat, machine.id, steps, run.write_start(state.starts), state.now_s)
             held = run.synchronizer.held[seat]
-            self.took(machine, RoundKey(seat, held.index, held.version), steps)
+            self.assign(machine, RoundKey(seat, held.index, held.version), steps)
 
-    def took(self, machine: Machine, key: RoundKey, steps: int) -> None:
-        """The machine holds a round, and has this long for it."""
-        own, others = self._paces(machine)
-        self.state.roster.took(machine, key, self.state.now_s, self.deadline(steps, own, others))
+    def assign(self, machine: Machine, key: RoundKey, steps: int) -> None:
+        """Notes that the machine holds a round, and sets its deadline."""
+        own_paces, other_paces = self._paces(machine)
+        self.state.roster.assign(machine, key, self.state.now_s, self.deadline(steps, own_paces, other_paces))
 
     def _paces(self, machine: Machine) -> tuple[list[float], list[float]]:
-        """Measured paces of the machine's last rounds, and of the others'."""
-        own, others = list[float](), list[float]()
-        for each in self.state.roster:
-            if known := self.state.book.get(each.id):
-                (own if each is machine else others).extend(known.paces_s)
-        return own, others
+        """Measured paces of the machine's last rounds, and of the other machines' rounds."""
+        own_paces, other_paces = list[float](), list[float]()
+        for present in self.state.roster:
+            if entry := self.state.book.get(present.id):
+                (own_paces if present is machine else other_paces).extend(entry.paces_s)
+        return own_paces, other_paces
 
     def _steps(self, machine: Machine) -> int:
-        """H; with DyLU what the machine does in the time in which the fastest does H, by measured paces."""
+        """H, or with DyLU the steps that the machine does in the time in which the fastest does H, by measured paces."""
         workers, book = self.state.config.workers, self.state.book
-        known = book.get(machine.id)
-        if workers.steps == "constant" or known is None or known.pace_s is None:
+        entry = book.get(machine.id)
+        if workers.steps == "constant" or entry is None or entry.pace_s is None:
             return workers.inner_steps
-        paces = [k.pace_s for m in self.state.roster if (k := book.get(m.id)) and k.pace_s]
+        paces = [other.pace_s for m in self.state.roster if (other := book.get(m.id)) and other.pace_s]
         reference = reference_pace(paces)
         assert reference is not None
-        return inner_steps(workers.steps, workers.inner_steps, [reference, max(reference, known.pace_s)])[1]
+        return inner_steps(workers.steps, workers.inner_steps, [reference, max(reference, entry.pace_s)])[1]
 
     # ---- the round that a machine holds
 
-    def holding(self, ticket: Ticket, key: RoundKey) -> Machine:
-        """The machine, if it holds this round."""
+    def holder_of(self, ticket: Ticket, key: RoundKey) -> Machine:
+        """The machine of the ticket. Raises `Refused` unless it holds this round."""
         state = self.state
         machine = state.machine(ticket)
         state.check_open()
@@ -108,22 +108,22 @@ class RoundDispatcher:
             if key.version > at:
                 raise Refused(Code.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
             holds = "none" if machine.round is None else "round {1} of worker {0}, version {2}".format(*machine.round)
-            asked = f"round {key.round} of worker {key.worker}, version {key.version}"
+            requested = f"round {key.round} of worker {key.worker}, version {key.version}"
             raise Refused(
                 Code.NOT_HELD,
-                f"{machine.name} does not hold {asked} (it holds {holds}): that one was given up or given to another. "
-                "Take a fresh round.",
+                f"{machine.name} does not hold {requested} (it holds {holds}): the round was given up or given to another "
+                "machine. Take a fresh round.",
             )
         return machine
 
     def start(self, ticket: Ticket, key: RoundKey) -> Path:
         """The file that the machine's round begins with."""
         with self.state.lock:
-            machine = self.holding(ticket, key)
+            machine = self.holder_of(ticket, key)
             assert self.state.starts is not None
             if not self.state.starts.has(key.version):
-                self.give_up(machine, "start-gone", "what it begins with is gone")
-                raise Refused(Code.NOT_HELD, "What this round begins with is gone: take a fresh one.")
+                self.give_up(machine, "start-gone", "its start file is gone")
+                raise Refused(Code.NOT_HELD, "The start file of this round is gone: take a fresh round.")
             return self.state.starts.path(key.version)
 
     def final(self, ticket: Ticket) -> Path:
@@ -143,20 +143,20 @@ class RoundDispatcher:
                 self.give_up(machine, "too-stale" if self.is_too_stale(machine) else "given-back", text)
 
     def is_too_stale(self, machine: Machine) -> bool:
-        """Whether the machine's contribution would come too late to be used."""
+        """Whether the machine's contribution would arrive too late to be used."""
         run, held = self.state.run, machine.round
         if run is None or held is None:
             return False
         return run.synchronizer.drop(run.synchronizer.outer_step - held.version) == "skip"
 
     def give_up(self, machine: Machine, kind: AbandonKind, text: str) -> None:
-        """The machine's round comes to nothing: its data goes back, and the round to another."""
+        """Abandons the machine's round. Its data goes back to the ledger, and another machine does the worker's next round."""
         assert machine.round is not None
         with self.state.recording() as run:
             run.abandon(machine.round.worker, kind, text, self.state.now_s)
             self.put_down(machine, remove_upload=True)
-            if known := self.state.book.get(machine.id):
-                self.state.roster.rest(machine, known.wasted, self.state.now_s)
+            if entry := self.state.book.get(machine.id):
+                self.state.roster.rest(machine, entry.wasted, self.state.now_s)
 
     def put_down(self, machine: Machine, *, remove_upload: bool) -> None:
         """The machine holds no round any more."""
@@ -166,7 +166,7 @@ class RoundDispatcher:
         self.tidy_starts()
 
     def tidy_starts(self) -> None:
-        """Removes the files that no round under way began with."""
+        """Removes the start files that no round under way needs."""
         run, starts = self.state.run, self.state.starts
         assert run is not None and starts is not None
         starts.keep_only({held.version for held in run.synchronizer.held.values()} | {run.synchronizer.outer_step})

@@ -1,11 +1,11 @@
-"""The service of a run, composed of its parts. Ray's actor and the HTTPS gateway are thin: they call these parts.
+"""The service of a run, composed of parts that Ray's actor and the HTTPS gateway call.
 
-    state           the run, who is here, the lock          contributions   uploads, commits, acknowledgements
-    rounds          who does which round                    models          a model from outside
-    members         coming, going, signs of life            housekeeping    what happens as time passes
-    pauses          when no rounds are handed out           admin           looking at the run, and ruling it
+    state           the run, the roster, the lock           contributions   uploads, commits, acknowledgements
+    rounds          handing out rounds                      models          the model of an external run
+    members         joining, leaving, beats                 housekeeping    periodic work
+    pauses          when no rounds are handed out           admin           status, files, stopping
 
-Whatever is wrong with a request is `Refused` with a code and a sentence, and has changed nothing.
+A bad request raises `Refused` with a code and a sentence, and has changed nothing.
 """
 
 import time
@@ -19,7 +19,7 @@ from heloco.cluster.server.contributions import Contributions
 from heloco.cluster.server.housekeeping import Housekeeping
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.membership import Membership
-from heloco.cluster.server.model_intake import Founder, ModelIntake
+from heloco.cluster.server.model_intake import ModelIntake, RunFactory
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
@@ -29,7 +29,7 @@ from heloco.run.settings import to_toml
 
 
 class Service:
-    """`found_run` makes the run from the first machine's model, where the run has no model of its own."""
+    """`create_run` makes an external run from the model of the first machine."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Service:
         *,
         task_digest: str = "",
         model_digest: str = "",
-        found_run: Founder | None = None,
+        create_run: RunFactory | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.task_digest, self.model_digest = task_digest, model_digest
-        self.is_external = found_run is not None
+        self.is_external = create_run is not None
         self.notices: list[str] = []
-        """What whoever serves the run should know."""
+        """Sentences for the person who serves the run."""
         self.state = state = ServiceState(config, folder, clock)
         self.rounds = RoundDispatcher(state)
         self.pauses = Pauses(state)
@@ -52,7 +52,7 @@ class Service:
         self.contributions = Contributions(state, self.rounds, self.members)
         self.housekeeping = Housekeeping(state, self.rounds, self.members, self.pauses)
         self.admin = Administration(state, self.rounds)
-        self.models = ModelIntake(state, found_run, self._serve_founded)
+        self.models = ModelIntake(state, create_run, self._serve_new_run)
 
     def describe(self) -> RunInfo:
         """What a machine needs to know before it joins."""
@@ -62,25 +62,25 @@ class Service:
         )  # fmt: skip
 
     def take_up(self, run: JournaledRun, starts: SnapshotStore) -> None:
-        """Serves a run that was begun. Machines that held rounds before a restart may come back with them."""
+        """Serves a run that has begun. Machines that held rounds before a restart may come back with them."""
         state = self.state
         state.run, state.starts, state.paused = run, starts, run.paused
         state.set_time(run.time_s)
-        if len(state.roster):  # they came before there was a model
+        if len(state.roster):  # they joined before the run had its model
             self.members.note_present()
         state.book = run.book
         self.pauses.take_up()
         self.housekeeping.take_up()
         for worker, held in run.synchronizer.held.items():
-            known = state.book.get(run.holders[worker])
-            machine = state.roster.join(run.holders[worker], state.now_s, seat=known.seat if known else None)
-            self.rounds.took(machine, RoundKey(worker, held.index, held.version), held.inner_steps)
+            entry = state.book.get(run.holders[worker])
+            machine = state.roster.join(run.holders[worker], state.now_s, seat=entry.seat if entry else None)
+            self.rounds.assign(machine, RoundKey(worker, held.index, held.version), held.inner_steps)
             machine.is_away = True
         self.rounds.tidy_starts()
         if run.is_finished:
             state.end("finished", "all arrivals are in")
 
-    def _serve_founded(self, run: JournaledRun, starts: SnapshotStore) -> None:
+    def _serve_new_run(self, run: JournaledRun, starts: SnapshotStore) -> None:
         self.take_up(run, starts)
         self.pauses.consider()
         self.state.changed.notify_all()

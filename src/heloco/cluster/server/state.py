@@ -1,4 +1,4 @@
-"""What the parts of the service share: the run, who is here, the lock that orders all calls, and how a run ends."""
+"""What the parts of the service share: the run, the roster, the lock that orders all calls, and the run's end."""
 
 import secrets
 import threading
@@ -22,7 +22,7 @@ from heloco.run.config import RunConfig
 
 
 class ServiceState:
-    """One lock orders all calls (`changed` is a condition over it); signs of life never wait for it."""
+    """One lock orders all calls, and `changed` is a condition over it. Beats never wait for it."""
 
     def __init__(self, config: RunConfig, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.folder = config, folder
@@ -30,7 +30,7 @@ class ServiceState:
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.run: JournaledRun | None = None
-        """None until a machine has brought the model, where the run has none of its own."""
+        """The run; None in an external run until a machine has brought the model."""
         self.starts: SnapshotStore | None = None
         self.roster = Roster(len(config.workers.paces), config.cluster.beat_s, config.cluster.patience)
         self.book = MachineBook()
@@ -42,7 +42,7 @@ class ServiceState:
 
     @property
     def now_s(self) -> float:
-        """The run's own time: it stands still while the synchronizer is down."""
+        """The run's own time, which stands still while the synchronizer is down."""
         return self._clock() - self._zero_s
 
     def set_time(self, now_s: float) -> None:
@@ -68,12 +68,12 @@ class ServiceState:
 
     @contextmanager
     def recording(self) -> Iterator[JournaledRun]:
-        """The run, locked, for something that goes into its journal.
+        """Locks the run, for a change that goes into its journal.
 
-        1. The disk is full, or there are no file descriptors: whatever raises that has changed nothing, so the
-           request is refused and may be repeated.
-        2. Anything else may have left the state half changed. What is on disk is whole: the process stops, and a
-           restart continues from there."""
+        1. If the disk is full or there are no file descriptors, nothing has changed: the request is refused and
+           may be repeated.
+        2. Any other error may have left the state in memory half changed. The state on disk is complete: the
+           process stops, and a restart continues from there."""
         with self.changed:
             self.check_open()
             assert self.run is not None
@@ -87,12 +87,12 @@ class ServiceState:
                 self.end("failed", f"{self.folder} cannot be written ({error.strerror}).")
                 raise Refused(Code.AWAY, "The synchronizer has stopped: its disk failed.") from error
             except (UserError, RunStopped) as error:
-                if isinstance(error, JournalTaken):  # nothing was changed, and what was acknowledged is only in memory any more
+                if isinstance(error, JournalTaken):  # memory alone still holds all that was acknowledged, and it is intact
                     checkpoints.save(self.run)
                 self.end("failed", str(error))
                 raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
             except BaseException as error:
-                self.end("failed", f"The synchronizer met an error of its own ({type(error).__name__}: {error}).")
+                self.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
                 raise
             finally:
                 self.changed.notify_all()
@@ -100,28 +100,28 @@ class ServiceState:
     # ---- who asks
 
     def machine(self, ticket: Ticket) -> Machine:
-        """The machine that a ticket is of, if it is here and the ticket is its own. Takes no lock."""
+        """The machine of a ticket. Raises `Refused` if it is not present or the secret is wrong. Takes no lock."""
         self.check_not_barred(ticket.machine)
         machine = self.roster.present.get(ticket.machine)
         if machine is None:
             raise Refused(Code.UNKNOWN_MACHINE, f"{ticket.machine!r} is not here, or was away for too long: join again.")
         if not self.book.proves(ticket.machine, ticket.secret):
             raise Refused(Code.SECRET, f"The secret is not the one that {ticket.machine} was given: join again.")
-        self.roster.saw(machine, self.now_s)
+        self.roster.note_seen(machine, self.now_s)
         return machine
 
     def check_not_barred(self, machine: str) -> None:
-        if why := self.book.barred(machine):
-            raise Refused(Code.BARRED, f"{machine} may not take part any more: {why}.")
+        if reason := self.book.reason_barred(machine):
+            raise Refused(Code.BARRED, f"{machine} may not take part any more: {reason}.")
 
-    def moved(self, machine: str) -> None:
-        """Bytes went out to a machine, or came in. Takes no lock."""
+    def note_transfer(self, machine: str) -> None:
+        """Notes that bytes moved to or from a machine. Takes no lock."""
         if present := self.roster.present.get(machine):
-            self.roster.moved(present, self.now_s)
+            self.roster.note_transfer(present, self.now_s)
 
 
 def run_id(folder: Path) -> str:
-    """Names a run: random, made once, kept in its folder."""
+    """The run's id: random, made once, and stored in its folder."""
     path = folder / "run-id"
     if not path.exists() or not path.read_text().strip():
         path.write_text(secrets.token_hex(8))

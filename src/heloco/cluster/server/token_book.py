@@ -1,8 +1,8 @@
-"""Who may do what with a run: tokens, each with one right, made and revoked one by one.
+"""The tokens of a run. Each has one right, and can be revoked on its own.
 
-worker   join, and do one's own rounds
-viewer   look: the page, the status, the run's files
-admin    stop, pause, evict, make and revoke tokens; and look
+worker   join, and do rounds
+viewer   look at the page, the status and the run's files
+admin    stop, pause, evict, make and revoke tokens; also look
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
 
 FILE = "tokens.json"
-TOKENS_AT_MOST = 1000
+TOKEN_LIMIT = 1000
 
 
 class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,7 +30,7 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     right: Right
     secret: str
     made: str
-    """The day."""
+    """The day on which the token was made."""
     note: str = ""
     is_revoked: bool = False
 
@@ -47,7 +47,7 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenBook:
-    """The tokens of a run, in a file that only its owner may read. One of each right is there from the beginning."""
+    """The tokens of a run, in a file that only its owner may read. A new run has one token of each right."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -81,10 +81,8 @@ class TokenBook:
         write_atomically(self.path, msgspec.json.format(msgspec.json.encode(tokens), indent=1), mode=0o600)
         self._tokens = tokens
 
-    # ---- what is asked of it
-
     def find(self, secret: bytes) -> Token | None:
-        """The token with this secret that is not revoked. All are looked at, by digests, so that time tells nothing."""
+        """The valid token with this secret. It compares the digests of all tokens, so that timing reveals nothing."""
         digest = hashlib.sha256(secret).digest()
         tokens = [token for token in self._tokens if hashlib.sha256(token.secret.encode()).digest() == digest]
         return next((token for token in tokens if not token.is_revoked), None)
@@ -96,11 +94,11 @@ class TokenBook:
         return token
 
     def valid(self, right: Right) -> list[Token]:
-        """Those of a right that are not revoked, oldest first."""
+        """Tokens with a right that are not revoked, oldest first."""
         return [token for token in self._tokens if token.right == right and not token.is_revoked]
 
     def first(self, right: Right) -> Token:
-        """The oldest valid one. A new one is made if all of that right were revoked."""
+        """The oldest valid token with a right. Makes a new one if all were revoked."""
         with self._lock:
             valid = self.valid(right)
             return valid[0] if valid else self._add(right, "made because all others were revoked")
@@ -110,8 +108,8 @@ class TokenBook:
 
     def add(self, right: Right, note: str) -> Token:
         with self._lock:
-            if len(self._tokens) >= TOKENS_AT_MOST:
-                raise Refused(Code.BUSY, f"The run has {TOKENS_AT_MOST} tokens already.")
+            if len(self._tokens) >= TOKEN_LIMIT:
+                raise Refused(Code.BUSY, f"The run has {TOKEN_LIMIT} tokens already.")
             return self._add(right, note)
 
     def revoke(self, token_id: str) -> Token:
@@ -123,5 +121,5 @@ class TokenBook:
             return token
 
     def text(self, token: Token, fingerprint: str) -> str:
-        """The token as it is pasted."""
+        """The token in the form that is pasted."""
         return format_token(token.right, token.secret, fingerprint)

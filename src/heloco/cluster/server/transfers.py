@@ -1,4 +1,4 @@
-"""What comes in from machines and goes out to them, as files: nothing is believed before it was checked."""
+"""Files that come in from machines and go out to them. Nothing from outside is used before it was checked."""
 
 import contextlib
 import threading
@@ -18,21 +18,21 @@ from heloco.wire.layout import Layout, write
 
 INCOMING, ROUNDS = "incoming", "rounds"
 LARGE_PIECE = 1 << 20
-"""Bytes from which on hashing beside the writing is worth a thread."""
+"""A piece of at least this many bytes is hashed in a thread while it is written."""
 
 
 def refuse_for_disk(error: OSError, path: Path) -> Refused:
-    """What an error of the disk means to who asked: to try again later."""
+    """The refusal for an error of the disk: the request may be repeated later."""
     if error.errno in SCARCE:
-        return Refused(Code.BUSY, f"The synchronizer is short of something for the moment ({error.strerror}): ask again.")
-    why = "is full" if error.errno in FULL else f"cannot be written to ({error.strerror})"
+        return Refused(Code.BUSY, f"The synchronizer is short of resources at the moment ({error.strerror}): ask again.")
+    problem = "is full" if error.errno in FULL else f"cannot be written to ({error.strerror})"
     return Refused(
-        Code.DISK, f"The synchronizer's disk {why}, at {path.parent}: free some space there; machines wait and try again."
+        Code.DISK, f"The synchronizer's disk {problem}, at {path.parent}: free some space there; machines wait and try again."
     )
 
 
 class Upload:
-    """A file on its way in. It is hashed as it comes; nothing of it is believed before its header is the layout's."""
+    """A file that is being received. It is hashed as it arrives, and its header must be exactly the layout's."""
 
     def __init__(self, path: Path, layout: Layout) -> None:
         self.path, self.layout = path, layout
@@ -44,12 +44,12 @@ class Upload:
         self._is_sealed = False
 
     def begin(self, offset: int) -> int:
-        """A connection takes over; one that is still open from before may write no more. Gives the turn to write with."""
+        """A connection takes over the transfer, and an earlier one may no longer write. Returns the turn to write with."""
         with self._lock:
             if self._file.closed:
-                raise Refused(Code.NOT_HELD, "The round was given up meanwhile, or handed in: take a fresh one.")
+                raise Refused(Code.NOT_HELD, "The round was given up in the meantime, or handed in: take a fresh one.")
             if offset != self.size:
-                raise Refused(Code.OFFSET, f"{self.size} bytes are here: go on from there.", size=self.size)
+                raise Refused(Code.OFFSET, f"{self.size} bytes have arrived: continue from there.", size=self.size)
             self.turn += 1
             return self.turn
 
@@ -60,7 +60,7 @@ class Upload:
                 raise Refused(Code.OFFSET, "Another connection has taken this transfer over.", size=self.size)
             if self.size + len(piece) > self.layout.size:
                 self._restart()
-                raise Refused(Code.TOO_LONG, f"A body of more than {self.layout.size} bytes is longer than the model's.")
+                raise Refused(Code.TOO_LONG, f"The body is longer than the {self.layout.size} bytes of the model's file.")
             self._check_header(piece)
             digest = self._digest.copy()
             try:
@@ -104,7 +104,7 @@ class Upload:
 
     @contextmanager
     def sealed(self) -> Iterator[None]:
-        """Nobody may change the file inside: it is mapped into memory."""
+        """Nobody may change the file inside this context, because it is mapped into memory."""
         with self._lock:
             self._check_not_sealed()
             self._is_sealed = True
@@ -114,7 +114,7 @@ class Upload:
             self._is_sealed = False
 
     def close(self, *, remove: bool) -> None:
-        with self._lock:  # a connection may still be writing: its next piece must not reach a file that has this one's number
+        with self._lock:  # 1. a connection still writes, 2. the file is closed, 3. another file gets its descriptor
             self.turn += 1
             self._file.close()
         if remove:
@@ -123,13 +123,13 @@ class Upload:
 
 @contextmanager
 def _hashing(digest: Any, piece: bytes | memoryview) -> Iterator[None]:
-    """A large piece is hashed beside what is done with it; for a small one a thread would take longer."""
+    """Hashes a large piece in a thread while the body of the context runs. For a small piece a thread would take longer."""
     thread = threading.Thread(target=digest.update, args=(piece,))
     try:
         if len(piece) < LARGE_PIECE:
             raise RuntimeError
         thread.start()
-    except RuntimeError:  # too small, or there is no thread to be had
+    except RuntimeError:  # too small, or no thread is available
         digest.update(piece)
         yield
         return
@@ -140,12 +140,12 @@ def _hashing(digest: Any, piece: bytes | memoryview) -> Iterator[None]:
 
 
 class Uploads:
-    """The contributions that are on their way in. They are in a folder of their own until the journal takes them in."""
+    """The contributions that are being received, in a folder of their own until they move to the journal."""
 
     def __init__(self, run: Path) -> None:
         self.folder = make_folder(run / INCOMING)
         self._open: dict[RoundKey, Upload] = {}
-        for path in self.folder.glob("*.partial"):  # of before a restart: they are sent again
+        for path in self.folder.glob("*.partial"):  # from before a restart: they will be sent again
             path.unlink()
 
     def get(self, key: RoundKey) -> Upload | None:
@@ -170,27 +170,27 @@ class Uploads:
 
 
 class SnapshotStore:
-    """What rounds begin with: a file for each version that somebody holds, so that a transfer that was cut can go on, and the
-    synchronizer's memory does not grow with the machines. The digest of each is known, and is in its dispatch event."""
+    """The start files of rounds: one for each version that a machine holds. So an interrupted transfer can continue, and
+    the synchronizer's memory does not grow with the machines. The digest of each file is in its dispatch event."""
 
     def __init__(self, run: Path, layout: Layout) -> None:
         self.folder = make_folder(run / ROUNDS)
         self.layout = layout
         self._digests: dict[int, str] = {}
         self._spare: Path | None = None
-        """A file that is not needed any more: to write over it is several times as fast as to make a new one."""
+        """A file that is no longer needed. Overwriting it is several times as fast as making a new one."""
 
     def path(self, version: int) -> Path:
         return self.folder / f"{version}.safetensors"
 
     def write(self, version: int, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
-        """Writes a version that is not there yet; its digest."""
+        """Writes the start file of a version unless it exists, and returns its digest."""
         if version not in self._digests:
             self._digests[version] = self._write(self.path(version), tensors)
         return self._digests[version]
 
     def write_final(self, tensors: Mapping[str, Tensor]) -> Path:
-        """The outer model itself, of a run that has ended; `keep_only` removes it where the run goes on."""
+        """Writes the outer model of a run that has ended. `keep_only` removes the file if the run is resumed."""
         path = self.folder / "final.safetensors"
         self._write(path, tensors)
         return path
@@ -212,7 +212,7 @@ class SnapshotStore:
         return digest.hexdigest()
 
     def adopt(self, version: int, digest: str) -> bool:
-        """Takes up a file from before a restart if it is what it was."""
+        """Takes over a file from before a restart. False if it is missing or its digest is wrong."""
         with contextlib.suppress(OSError):
             if file_digest(self.path(version)) == digest:
                 self._digests[version] = digest
@@ -223,7 +223,7 @@ class SnapshotStore:
         return version in self._digests and self.path(version).is_file()
 
     def keep_only(self, versions: set[int]) -> None:
-        """Removes what no round under way began with. What is not ours in the folder is left alone."""
+        """Removes the start files of all other versions. Foreign files in the folder are left alone."""
         for version in set(self._digests) - versions:
             del self._digests[version]
         for path in self.folder.iterdir():
