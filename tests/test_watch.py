@@ -199,7 +199,7 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
         ([str(tmp_path)], "no run folder"),
         (["https://127.0.0.1:9"], "needs a token"),
         (["https://127.0.0.1:9", "--token", f"heloco-viewer.{'x' * 43}.{'0' * 64}"], "cannot be reached"),
-        (["http://127.0.0.1:9"], "begins with https://"),
+        (["http://127.0.0.1:9"], "must begin with https://"),
         ([str(finished), "--port", "many"], "0 to 65535"),
         ([str(finished), "--port", "²"], "0 to 65535"),
         ([str(finished), "--host", "no.such.host.invalid"], "served"),
