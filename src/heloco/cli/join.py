@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +27,8 @@ def add_join_flags(made: Parser) -> None:
     made.add_argument("--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]")
     made.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try when the run is out of reach [3600]")
 
+    made.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
 
 def add_status_flags(made: Parser) -> None:
     add_address_flags(made, "viewer")
@@ -39,6 +42,8 @@ def join(parsed: argparse.Namespace) -> int:
     from heloco.cluster.client.worker import Worker, task_of
     from heloco.cluster.protocol.refusals import Refused
 
+    if parsed.end_with_stdin:
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     try:
         patience_s = float(parsed.patience)
     except ValueError:
@@ -69,6 +74,12 @@ def join(parsed: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
+
+
+def end_with_stdin() -> None:
+    """Ends this process at the end of its standard input: the `heloco serve` that started it has died."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 def status(parsed: argparse.Namespace) -> int:
