@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from heloco.cluster.server.process import ServeSpec
 
 SERVING_MODULES = (
-    "heloco.cluster.server.process", "heloco.cluster.gateway.server", "heloco.cli.serve_view", "heloco.cli.page", "uvicorn",
+    "heloco.cluster.server.process", "heloco.task.language", "heloco.task.hf", "heloco.cluster.gateway.server",
+    "heloco.cluster.gateway.app", "heloco.cluster.gateway.listener", "heloco.cluster.gateway.connection",
+    "heloco.report.page_process", "heloco.cli.serve_view", "heloco.cli.page",
+    "cryptography.x509", "cryptography.hazmat.primitives.serialization", "encodings.idna", "numpy.ma", "numpy.random", "resource",
+    "uvicorn", "uvicorn.lifespan.on", "uvicorn.loops.uvloop", "uvicorn.protocols.http.auto",
+    "uvicorn.protocols.http.httptools_impl",
 )  # fmt: skip
 """What serving a run imports. Those that are not installed are left out; the child says what it misses."""
 

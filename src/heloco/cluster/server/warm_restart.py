@@ -50,8 +50,15 @@ def reason_to_restart(status: int) -> str:
     if code == START_AGAIN:
         return "The synchronizer stopped"
     if code < 0 and -code not in STOPPING:
-        return f"The synchronizer's process was killed by {signal.strsignal(-code) or 'a signal'} (signal {-code})"
+        return f"The synchronizer's process was killed by {_name(-code)}"
     return ""
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def exit_code(status: int) -> int:
