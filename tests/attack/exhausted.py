@@ -26,7 +26,7 @@ LARGE = b'{"name":"x","version":"0","layout":[' + b'["a","F32",[1,2,3,4,5]],' * 
 
 
 def in_use(serving: Serving, what: int) -> int:
-    process = Path(f"/proc/{serving.process.pid}")
+    process = Path(f"/proc/{serving.pid}")
     if what == DESCRIPTORS:
         return max(int(entry.name) for entry in (process / "fd").iterdir()) + 1
     return int((process / "statm").read_text().split()[5]) * resource.getpagesize()
@@ -35,12 +35,12 @@ def in_use(serving: Serving, what: int) -> int:
 @contextmanager
 def without_more(serving: Serving, what: int) -> Iterator[None]:
     """The process gets no more than it has."""
-    before = resource.prlimit(serving.process.pid, what)
-    resource.prlimit(serving.process.pid, what, (in_use(serving, what) + MARGIN[what], before[1]))
+    before = resource.prlimit(serving.pid, what)
+    resource.prlimit(serving.pid, what, (in_use(serving, what) + MARGIN[what], before[1]))
     try:
         yield
     finally:
-        resource.prlimit(serving.process.pid, what, before)
+        resource.prlimit(serving.pid, what, before)
 
 
 class Asking:

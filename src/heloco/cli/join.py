@@ -36,14 +36,14 @@ def add_status_flags(made: Parser) -> None:
 
 
 def join(parsed: argparse.Namespace) -> int:
+    if parsed.end_with_stdin:
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
     from heloco.cli.main import preparing
     from heloco.cluster.client.worker import Worker, task_of
     from heloco.cluster.protocol.refusals import Refused
 
-    if parsed.end_with_stdin:
-        threading.Thread(target=end_with_stdin, daemon=True).start()
     try:
         patience_s = float(parsed.patience)
     except ValueError:

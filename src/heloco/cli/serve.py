@@ -41,6 +41,7 @@ def add_serve_flags(made: Parser) -> None:
 
 def serve(parsed: argparse.Namespace) -> int:
     from heloco.cluster.server.process import ListenConfig
+    from heloco.cluster.server.warm_restart import CAN_RESTART
 
     local = whole(parsed.workers, "workers")
     before = (ListenConfig.kept(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
@@ -55,7 +56,7 @@ def serve(parsed: argparse.Namespace) -> int:
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port)
     spec = spec_for(parsed, local, listen)
-    if parsed.is_program and serves_here(spec, parsed.ray):
+    if parsed.is_program and CAN_RESTART and serves_here(spec, parsed.ray):
         from heloco.cli.warm_serve import serve_in_children
 
         return serve_in_children(spec, local)

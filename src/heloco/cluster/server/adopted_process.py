@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 LOOK_S = 0.05
+LEFT_OVER_S = 60.0
+"""How long a process that must end is waited for."""
 
 
 class AdoptedProcess:
@@ -49,20 +51,28 @@ class AdoptedProcess:
                 os.kill(self.pid, number)
 
 
-def adopt_or_start(path: Path, command: list[str], **options: Any) -> "subprocess.Popen[bytes] | AdoptedProcess":
+def adopt_or_start(path: Path, lifeline: int, command: list[str], **options: Any) -> "subprocess.Popen[bytes] | AdoptedProcess":
     """The process whose id is in the file `path`, if it is still there; else a new one, with the options of `Popen`.
 
+    Its standard input is `lifeline`, a pipe at whose end it must end. One that has another pipe is about to end, and is not kept.
     The lock belongs to the file as it was opened here. A new process inherits that, so it holds the lock for as long as it lives,
     even after this one has closed the file or died."""
+    name = str(os.fstat(lifeline).st_ino)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return AdoptedProcess(int(os.pread(lock, 32, 0) or 0), lock)
+        pid, _, pipe = os.pread(lock, 64, 0).decode().partition(" ")
+        process = AdoptedProcess(int(pid or 0), lock)
+        if pipe == name:
+            return process
+        process.kill()
+        process.wait(LEFT_OVER_S)
+        return adopt_or_start(path, lifeline, command, **options)
     try:
         os.truncate(lock, 0)
-        process = subprocess.Popen(command, pass_fds=(lock,), **options)
-        os.pwrite(lock, str(process.pid).encode(), 0)
-        return process
+        started = subprocess.Popen(command, stdin=lifeline, pass_fds=(lock,), **options)
+        os.pwrite(lock, f"{started.pid} {name}".encode(), 0)
+        return started
     finally:
         os.close(lock)

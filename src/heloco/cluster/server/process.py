@@ -232,15 +232,8 @@ class LocalWorkers:
 
     def _start(self, command: list[str], environment: dict[str, str], number: int) -> "subprocess.Popen[bytes] | AdoptedProcess":
         with (self.folder / f"{number}.log").open("ab") as log:
-            return adopt_or_start(
-                self.folder / f"{number}.pid",
-                command,
-                env=environment,
-                stdout=log,
-                stderr=log,
-                stdin=self._lifeline,
-                start_new_session=True,
-            )
+            options: dict[str, Any] = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
+            return adopt_or_start(self.folder / f"{number}.pid", self._lifeline, command, **options)
 
     def failure(self) -> str:
         """What the first one said that ended badly; empty where none did."""

@@ -3,6 +3,8 @@
 Starting Python with torch from nothing takes seconds. So the parent imports everything that serving needs, does nothing else,
 and forks: a child that is killed is replaced by another fork within a fraction of a second. When the parent itself dies, its
 child dies at once, so that whoever starts the parent again finds the run's folder and its port free.
+
+Only on Linux: elsewhere a process cannot ask to be killed with its parent, and macOS's own libraries may crash after a fork.
 """
 
 import contextlib
@@ -12,7 +14,6 @@ import importlib
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
 PAUSE_LOOK_S = 0.05
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PR_SET_PDEATHSIG = 1
-LINUX = sys.platform == "linux"
+CAN_RESTART = sys.platform == "linux"
 
 
 def import_ahead(modules: Iterable[str]) -> None:
@@ -132,15 +133,12 @@ class WarmRestart:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        lifeline = None if LINUX else os.pipe()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         self._child = os.fork()
         if self._child == 0:
-            die_with(parent, lifeline)
+            die_with(parent)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, _interrupt_once)
-        elif lifeline is not None:
-            os.close(lifeline[0])  # the other end closes when this process ends
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         return self._child
 
@@ -155,6 +153,7 @@ class WarmRestart:
         if pause_s is None:
             raise RunStopped(f"{reason}, {self._limit.fruitless} times without an arrival in between. {self._remedy}")
         self._tell(f"{reason}: it is started again from its journal{f' in {pause_s:g} s' if pause_s else ''}.")
+        sys.stdout.flush()
         until = time.monotonic() + pause_s
         while not self._stopped_by and time.monotonic() < until:
             time.sleep(PAUSE_LOOK_S)
@@ -163,21 +162,11 @@ class WarmRestart:
 # ---- the child
 
 
-def die_with(parent: int, lifeline: tuple[int, int] | None) -> None:
-    """Lets the system kill this process when its parent ends. Where the system cannot, a thread waits for the end of a pipe."""
-    if lifeline is None:
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it was asked for
-            os.kill(os.getpid(), signal.SIGKILL)
-        return
-    reading, writing = lifeline
-    os.close(writing)
-    threading.Thread(target=_die_at_the_end_of, args=(reading,), daemon=True).start()
-
-
-def _die_at_the_end_of(pipe: int) -> None:
-    os.read(pipe, 1)
-    os.kill(os.getpid(), signal.SIGKILL)
+def die_with(parent: int) -> None:
+    """Lets the system kill this process when its parent ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent ended before the system was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _interrupt_once(_: int, __: FrameType | None) -> None:
