@@ -97,10 +97,9 @@ class WarmRestart:
         *,
         remedy: str,
         tell: Callable[[str], Any] = print,
-        limit: RestartLimit | None = None,
     ) -> None:
         self._serve, self._progress, self._remedy, self._tell = serve, progress, remedy, tell
-        self._limit = limit or RestartLimit()
+        self._limit = RestartLimit()
         self._child = self._stopped_by = 0
 
     def run(self) -> int:
@@ -140,6 +139,8 @@ class WarmRestart:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, _interrupt_once)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        if self._child and self._stopped_by:  # it came a moment before the child did; a second time does no harm
+            self._pass_on(self._stopped_by, None)
         return self._child
 
     def _pass_on(self, number: int, _: FrameType | None) -> None:
