@@ -26,7 +26,7 @@ LARGE = b'{"name":"x","version":"0","layout":[' + b'["a","F32",[1,2,3,4,5]],' * 
 
 
 def in_use(serving: Serving, limit: int) -> int:
-    process = Path(f"/proc/{serving.process.pid}")
+    process = Path(f"/proc/{serving.pid}")
     if limit == DESCRIPTORS:
         return max(int(entry.name) for entry in (process / "fd").iterdir()) + 1
     return int((process / "statm").read_text().split()[5]) * resource.getpagesize()
@@ -35,12 +35,12 @@ def in_use(serving: Serving, limit: int) -> int:
 @contextmanager
 def without_more(serving: Serving, limit: int) -> Iterator[None]:
     """Limits the process to what it uses now."""
-    old_limit = resource.prlimit(serving.process.pid, limit)
-    resource.prlimit(serving.process.pid, limit, (in_use(serving, limit) + MARGIN[limit], old_limit[1]))
+    old_limit = resource.prlimit(serving.pid, limit)
+    resource.prlimit(serving.pid, limit, (in_use(serving, limit) + MARGIN[limit], old_limit[1]))
     try:
         yield
     finally:
-        resource.prlimit(serving.process.pid, limit, old_limit)
+        resource.prlimit(serving.pid, limit, old_limit)
 
 
 class Asking:

@@ -67,6 +67,15 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = START_S) -> 
     return value
 
 
+def children_of(pid: int) -> list[int]:
+    children = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((path / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                children.append(int(path.name))
+    return children
+
+
 # ---- the run
 
 
@@ -79,6 +88,7 @@ class Serving:
         wait: bool = True,
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
+        self._child = -1
         self.folder, self._log_path = folder / "run", folder / "serve.log"
         serve = [sys.executable, "-m", "heloco.cli", "serve", *settings, "--paces", ",".join(["1"] * workers), *flags]
         place = ["--ray", ray, "--host", "127.0.0.1", "--port", "0", "--out", str(self.folder)]
@@ -125,12 +135,19 @@ class Serving:
         """How many machines counted as lost."""
         return sum(isinstance(event, Part) and event.kind == "lost" for event, _ in read_events(self.folder / FOLDER))
 
+    @property
+    def pid(self) -> int:
+        """Of the synchronizer's process: the only child of a `heloco serve` without Ray."""
+        if not Path(f"/proc/{self._child}").exists():
+            [self._child] = children_of(self.process.pid)
+        return self._child
+
     def resident_mb(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        status = Path(f"/proc/{self.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
     def open_files(self) -> int:
-        return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
 
     def settled_mb(self, before_mb: float) -> float:
         """Memory of the process, once it is within a tenth of `before_mb`, or after `SETTLE_S`."""
@@ -141,6 +158,7 @@ class Serving:
     def check_well(self) -> None:
         check(self.process.poll() is None, f"the run ended: {self.log()[-2000:]}")
         check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
+        check("started again" not in self.log(), f"the synchronizer died: {self.log()[-3000:]}")
 
     def close(self) -> None:
         """Stops the process. It is killed after `STOP_S`, because it would wait for its machines."""

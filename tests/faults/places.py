@@ -94,6 +94,18 @@ def is_alive(pid: int) -> bool:
     return False
 
 
+def children_of(pid: int) -> dict[int, str]:
+    """Child -> its command line."""
+    found = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == pid:
+                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
 def send(number: int, pid: int) -> None:
     """Sends a signal to a process that may have ended already."""
     if pid > 0:  # 0 would mean our own process group

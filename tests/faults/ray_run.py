@@ -12,26 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from faults.fault_list import KINDS, Fault
-from faults.places import free_port
-from faults.run import FaultRun
+from faults.places import children_of, free_port
+from faults.run import AT_THE_PARENT, FaultRun
 
-RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1, "kill heloco serve": 1}
+RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1}
 STORE = 150_000_000
 
 
 # ---- Ray's processes, as the system knows them
-
-
-def children_of(pid: int) -> dict[int, str]:
-    """Child -> its command line."""
-    processes = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, ValueError):
-                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-                if parent == pid:
-                    processes[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return processes
 
 
 def process_of(launcher: int, name: str) -> int:
@@ -153,19 +141,21 @@ class RayFaultRun(FaultRun):
         launcher = int(status.get("launcher", 0))
         if fault.kind in ("kill the synchronizer", "stop the synchronizer"):
             return int(status.get("pid", 0))
-        if fault.kind == "damage a file":  # the supervisor that restarts the synchronizer must be down too
-            return int(self.synchronizer.pid)
         if fault.kind == "kill the Ray head":
             return process_of(launcher, "raylet" if fault.worker % 2 else "gcs_server")
         if fault.kind == "kill the Ray node":
             return self.node.raylet
-        if fault.kind == "kill heloco serve":
+        if fault.kind in AT_THE_PARENT:
             return int(self.synchronizer.pid)
         number = self.number_of(fault)
         if number in self.processes:
             return int(self.processes[number].pid)
         raylet = process_of(launcher, "raylet")
         return next((pid for pid, command in children_of(raylet).items() if "OrderedActor" in command), 0)
+
+    def children_that_must_end(self, parent: int) -> list[int]:  # noqa: ARG002
+        """Ray's own processes notice by themselves, after a while, and nobody waits for that."""
+        return []
 
     def number_of(self, fault: Fault) -> int:
         if fault.kind in ("cut", "half-open"):

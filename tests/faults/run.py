@@ -7,8 +7,9 @@
 
 To be run in the folder tests.
 
-Whoever is killed is started again at once, as a service manager would: by time from nothing, as real processes are, else forked
-from one that has imported everything. With --minutes alone it goes on with new lists until the time is over.
+A synchronizer that dies is started again by its parent, as with `heloco serve`. All others are started again by the harness at
+once, as a service manager would: by time from nothing, as real processes are, else forked from one that has imported everything.
+With --minutes alone it goes on with new lists until the time is over.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import Any
 from faults.account import account, check_acks, check_arrivals, check_ledger
 from faults.damage import damage
 from faults.fault_list import KINDS, Fault, faults_in_time, faults_of
-from faults.places import Disk, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, place, send
+from faults.places import Disk, children_of, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, place, send
 from faults.proxies import Proxies
 
 __all__ = [
@@ -45,6 +46,9 @@ ORDERED = {
     "replay": ("handed in", "replay"),
 }  # fmt: skip
 """Faults that a worker carries out itself: kind -> (point, order)."""
+AT_THE_CHILD = ("kill the synchronizer", "stop the synchronizer")
+AT_THE_PARENT = ("kill heloco serve", "damage a file")
+"""Nobody may write to a folder that is damaged, so whoever starts the synchronizer again must be down, too."""
 
 
 class FaultRun:
@@ -79,6 +83,11 @@ class FaultRun:
         self.proxies = Proxies(self.port, workers)
         self.processes: dict[int, Any] = {}
         self.synchronizer: Any = None
+        """The process that stands for `heloco serve`; the synchronizer itself is its child."""
+        self.serving = 0
+        """The synchronizer's process, as it was seen last."""
+        self.orphans: list[int] = []
+        """Children of a `heloco serve` that was killed."""
         self.started = 0.0
         self.tokens: dict[str, str] = {}
         self.fsync_order = folder / "orders-fsync"
@@ -130,11 +139,20 @@ class FaultRun:
         ended = self.status()["ended"]
         return ended is not None and ended["kind"] == "finished"
 
+    def note_restarts(self) -> None:
+        """Of the synchronizer, which its parent starts again."""
+        pid = int(self.status().get("pid", 0))
+        if pid and pid != self.serving:
+            self.restarts["synchronizer"] += self.serving != 0
+            self.serving = pid
+
     def restart_the_dead(self) -> None:
-        if not self.synchronizer.is_alive() and time.monotonic() > self.started + AT_THE_EARLIEST_S:
+        self.note_restarts()
+        is_down = not self.synchronizer.is_alive() and not any(map(is_alive, self.orphans))
+        if is_down and time.monotonic() > self.started + AT_THE_EARLIEST_S:
             self.started = time.monotonic()
-            self.restarts["synchronizer"] += 1
-            if self.restarts["synchronizer"] > 3 * self.planned + 10:
+            self.restarts["heloco serve"] += 1
+            if self.restarts["heloco serve"] > 3 * self.planned + 10:
                 raise RuntimeError("the synchronizer cannot be started any more")
             self.damage_files()
             self.start_synchronizer()
@@ -158,9 +176,14 @@ class FaultRun:
 
     def pid_of(self, fault: Fault) -> int:
         """Process id of the target of a fault; 0 if it does not run at the moment."""
-        at_the_head = ("kill the synchronizer", "stop the synchronizer", "damage a file")
-        process = self.synchronizer if fault.kind in at_the_head else self.processes[self.number_of(fault)]
+        if fault.kind in AT_THE_CHILD:
+            return int(self.status().get("pid", 0))
+        process = self.synchronizer if fault.kind in AT_THE_PARENT else self.processes[self.number_of(fault)]
         return int(process.pid)
+
+    def children_that_must_end(self, parent: int) -> list[int]:
+        """Before a `heloco serve` that was killed is started again."""
+        return list(children_of(parent))
 
     def can_strike(self, fault: Fault) -> bool:
         """Whether the target of the fault runs and has no order yet. Otherwise the fault waits."""
@@ -197,6 +220,9 @@ class FaultRun:
             if fault.kind == "damage a file":
                 self.to_damage.append(hash(fault))
             self.killed.add(pid := self.pid_of(fault))
+            if fault.kind in AT_THE_PARENT:
+                send(signal.SIGSTOP, pid)  # so that it starts no other child meanwhile
+                self.orphans = self.children_that_must_end(pid)
             send(signal.SIGKILL, pid)
 
     # ---- from its beginning to its end

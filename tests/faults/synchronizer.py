@@ -1,7 +1,8 @@
-"""The process of the synchronizer with its gateway, in a run with faults."""
+"""The synchronizer with its gateway in a run with faults, in a child that is restarted as `heloco serve` does it."""
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -10,36 +11,63 @@ from typing import Any
 
 import torch
 
-import heloco.cluster.gateway.server  # noqa: F401 - so that forks need not import it
+from heloco.cli.warm_serve import SERVING_MODULES, may_pass
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.server.process import ListenConfig, RunHost, ServeSpec
+from heloco.cluster.server.warm_restart import START_AGAIN, WarmRestart, import_ahead
 from heloco.errors import RunStopped, UserError
+
+import_ahead(SERVING_MODULES)
 
 
 def serve(folder: str, config: str, port: int, state: str) -> None:
-    """Serves until SIGTERM, or until the run has failed. It writes its status to the file `state`."""
+    """Serves until SIGTERM, or until the run has failed. The child writes its status to the file `state`."""
+    tape = Path(folder) / "tape.jsonl"
+
+    def serve_once(_: bool) -> int:
+        return serve_in_child(folder, config, port, state)
+
+    def progress() -> int:
+        return tape.stat().st_size if tape.exists() else 0
+
+    def tell(text: str) -> None:
+        print(f"synchronizer: {text}", file=sys.stderr, flush=True)
+
+    try:
+        code = WarmRestart(serve_once, progress, remedy="It is started again.", tell=tell).run()
+    except RunStopped as error:
+        tell(str(error))
+        code = 2
+    sys.exit(code)
+
+
+def serve_in_child(folder: str, config: str, port: int, state: str) -> int:
+    """Serves in this process; returns its exit code."""
     torch.set_num_threads(1)
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    host = None
+    host, code = None, 0
     try:
         host = RunHost.open(spec_for(folder, config, port))
         for notice in host.service.notices:
             print(f"synchronizer: {notice}", file=sys.stderr, flush=True)
         tokens = {right: host.token(right) for right in ("worker", "admin")}
         while not signals and not host.service.state.has_failed:
-            write(state, {"tokens": tokens, **to_plain(host.status())})
+            write(state, {"tokens": tokens, "pid": os.getpid(), **to_plain(host.status())})
             time.sleep(0.02)
         if host.service.state.has_failed:
+            code = START_AGAIN
             print(f"synchronizer: {host.service.state.ended}", file=sys.stderr, flush=True)
         else:
-            write(state, {"tokens": tokens, **to_plain(host.status())})
+            write(state, {"tokens": tokens, "pid": os.getpid(), **to_plain(host.status())})
     except (UserError, RunStopped, OSError) as error:
         print(f"synchronizer: {error}", file=sys.stderr, flush=True)
+        code = START_AGAIN if may_pass(error) else 2
     finally:
         if host is not None:
             with contextlib.suppress(UserError, RunStopped, OSError):
                 host.close()
+    return code
 
 
 def spec_for(folder: str, config: str, port: int) -> ServeSpec:

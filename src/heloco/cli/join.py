@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -30,6 +31,8 @@ def add_join_flags(parser: Parser) -> None:
     )
     parser.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try to reach the run again [3600]")
 
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
 
 def add_status_flags(parser: Parser) -> None:
     add_address_flags(parser, "viewer")
@@ -37,6 +40,8 @@ def add_status_flags(parser: Parser) -> None:
 
 
 def join(parsed: argparse.Namespace) -> int:
+    if parsed.end_with_stdin:
+        threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
     from heloco.cli.main import preparing
@@ -73,6 +78,12 @@ def join(parsed: argparse.Namespace) -> int:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
     return 0
+
+
+def end_with_stdin() -> None:
+    """Ends this process at the end of its standard input: the `heloco serve` that started it has died."""
+    os.read(0, 1)
+    os._exit(1)
 
 
 def status(parsed: argparse.Namespace) -> int:

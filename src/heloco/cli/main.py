@@ -37,12 +37,14 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    sys.exit(run(sys.argv[1:], is_program=True))
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], *, is_program: bool = False) -> int:
+    """`is_program`: the process does nothing else, so a command may fork it."""
     try:
         parsed = parser().parse_all(arguments)
+        parsed.is_program = is_program
         command: Callable[[argparse.Namespace], int] = parsed.command
         return command(parsed)
     except (UserError, RunStopped) as error:

@@ -5,12 +5,13 @@ import contextlib
 import signal
 import socket
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from heloco.cli.flags import Parser, add_config_flags, given_fields
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
     from heloco.cluster.protocol.messages import Right, Status
@@ -42,6 +43,7 @@ def add_serve_flags(parser: Parser) -> None:
 
 def serve(parsed: argparse.Namespace) -> int:
     from heloco.cluster.server.process import ListenConfig
+    from heloco.cluster.server.warm_restart import CAN_RESTART
 
     local = parse_count(parsed.workers, "workers")
     previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
@@ -55,7 +57,12 @@ def serve(parsed: argparse.Namespace) -> int:
     listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port)
-    return carry_on(spec_for(parsed, local, listen), local, parsed.ray)
+    spec = spec_for(parsed, local, listen)
+    if parsed.is_program and CAN_RESTART and serves_here(spec, parsed.ray):
+        from heloco.cli.warm_serve import serve_in_children
+
+        return serve_in_children(spec, local)
+    return carry_on(spec, local, parsed.ray)
 
 
 def own_names(host: str) -> tuple[str, ...]:
@@ -159,10 +166,23 @@ class Engine(Protocol):
     def close(self) -> None: ...
 
 
+class SynchronizerFailed(RunStopped):
+    """The synchronizer could not go on; what was acknowledged is safe, and another start may help."""
+
+
+@dataclass(frozen=True)
+class ServingChild:
+    """What the child of a `heloco serve` that starts it again has to know."""
+
+    is_restart: bool
+    lifeline: int | None
+    """The end of a pipe for local workers to read from: it is closed when the parent ends."""
+
+
 class HereEngine:
     """The service in this process, and its local workers in their own processes, connected through the gateway."""
 
-    def __init__(self, spec: "ServeSpec", local: int) -> None:
+    def __init__(self, spec: "ServeSpec", local: int, child: ServingChild | None = None) -> None:
         from heloco.cli.main import preparing
         from heloco.cluster.server.process import LocalWorkers, RunHost
 
@@ -170,7 +190,11 @@ class HereEngine:
             self.host = RunHost.open(spec, progress)
         self.address, self.notices = self.host.address, self.host.service.notices
         reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
-        self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder)) if local else None
+        self.workers: LocalWorkers | None = None
+        self._is_child = child is not None
+        if local:
+            lifeline = child.lifeline if child else None
+            self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder), lifeline=lifeline)
 
     def token(self, right: "Right") -> str:
         return self.host.token(right)
@@ -185,23 +209,30 @@ class HereEngine:
         return self.workers.failure() if self.workers else ""
 
     def close(self) -> None:
-        if self.workers:
+        goes_on = self._is_child and self.host.service.state.has_failed
+        if self.workers and not goes_on:  # else the next child takes them over
             self.workers.end()
         self.host.close()
 
 
-def engine_for(spec: "ServeSpec", local: int, ray: str) -> Engine:
+def serves_here(spec: "ServeSpec", ray: str) -> bool:
+    """Without Ray."""
     from importlib.util import find_spec
 
-    if ray == "off" or (ray == "auto" and find_spec("ray") is None and spec.listen is not None):
-        return HereEngine(spec, local)
+    return ray == "off" or (ray == "auto" and find_spec("ray") is None and spec.listen is not None)
+
+
+def engine_for(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | None" = None) -> Engine:
+    if serves_here(spec, ray):
+        return HereEngine(spec, local, child)
     from heloco.cluster.ray import RaySupervisor
 
     return RaySupervisor(spec, workers=local, address=None if ray == "auto" else ray)
 
 
-def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
-    """Serves until the run has ended or a signal comes. Prints how it ended, and returns the exit code."""
+def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | None" = None) -> int:
+    """Serves until the run has ended or a signal comes. Prints how it ended, and returns the exit code. `child`: set in a child
+    that `heloco serve` restarts."""
     from heloco.cli.serve_view import follow
 
     caught: list[int] = []
@@ -209,7 +240,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
     def note(number: int, _: FrameType | None) -> None:
         caught.append(number)
 
-    engine = engine_for(spec, local, ray)  # until it is open, Ctrl-C ends the process at once
+    engine = engine_for(spec, local, ray, child)  # until it is open, Ctrl-C ends the process at once
     old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         for notice in engine.notices:
@@ -218,7 +249,10 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
         if state.ended is not None and state.ended.kind == "finished":
             print(f"{spec.folder} is finished: all {state.planned} arrivals are in.")
             return 0
-        announce(engine, spec, ray)
+        if child is not None and child.is_restart:
+            print(f"The run goes on after arrival {state.arrivals}.", flush=True)
+        else:
+            announce(engine, spec, ray)
         end = follow(engine, Path(spec.folder), lambda: bool(caught))
         if caught:
             engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
@@ -232,7 +266,9 @@ def carry_on(spec: "ServeSpec", local: int, ray: str) -> int:
         engine.close()
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    if end.kind in ("failed", "gave-up"):
+    if end.kind == "failed":
+        raise SynchronizerFailed(f"The run has ended: {end.text}")
+    if end.kind == "gave-up":
         raise UserError(f"The run has ended: {end.text}")
     if end.kind == "finished":
         print(f"The run's folder: {spec.folder}")

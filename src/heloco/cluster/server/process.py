@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heloco.cluster.protocol.messages import Right, Status, TokenInfo, TokenList
+from heloco.cluster.server.adopted_process import AdoptedProcess, adopt_or_start
 from heloco.cluster.server.descriptors import raise_descriptor_limit
 from heloco.cluster.server.housekeeping import Housekeeper
 from heloco.cluster.server.open_run import external_run, new_run, old_run
@@ -26,6 +27,8 @@ from heloco.run.config import FIELDS
 from heloco.run.settings import parse_toml, to_toml
 
 CREDENTIALS, LISTEN = "credentials", "listen.json"
+END_WITH_STDIN = "--end-with-stdin"
+"""The flag of `heloco join` for a worker that must not outlive whoever started it."""
 GATEWAY = "heloco.cluster.gateway.server:open_gateway"
 """Loaded by name, because this room may not import the gateway."""
 
@@ -216,19 +219,22 @@ def _load(name: str) -> Callable[..., Any]:
 class LocalWorkers:
     """Worker processes on this machine: each runs `heloco join`, with its output in the run's folder."""
 
-    def __init__(self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = (), lifeline: int | None = None
+    ) -> None:
+        """`lifeline`: a pipe's end to read from. Workers end when nobody holds its other end any more. None: when this ends."""
+        self._lifeline, self._held = (lifeline, -1) if lifeline is not None else os.pipe()
         self.folder = folder / "workers"
         self.folder.mkdir(exist_ok=True)
         threads = str(max(1, (os.cpu_count() or 1) // max(1, count)))
         environment = os.environ | {"HELOCO_TOKEN": token, "OMP_NUM_THREADS": threads}
-        command = [sys.executable, "-m", "heloco.cli", "join", address, *extra]
+        command = [sys.executable, "-m", "heloco.cli", "join", address, END_WITH_STDIN, *extra]
         self.processes = [self._start([*command, "--name", f"local-{i}"], environment, i) for i in range(count)]
 
-    def _start(self, command: list[str], environment: dict[str, str], number: int) -> "subprocess.Popen[bytes]":
+    def _start(self, command: list[str], environment: dict[str, str], number: int) -> "subprocess.Popen[bytes] | AdoptedProcess":
         with (self.folder / f"{number}.log").open("ab") as log:
-            return subprocess.Popen(
-                command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+            options: dict[str, Any] = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
+            return adopt_or_start(self.folder / f"{number}.pid", self._lifeline, command, **options)
 
     def failure(self) -> str:
         """The last line of the first worker that ended with an error; empty if none did."""
@@ -248,3 +254,7 @@ class LocalWorkers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._held >= 0:
+            os.close(self._held)
+            os.close(self._lifeline)
+            self._held = -1
