@@ -348,7 +348,7 @@ def test_no_token(going: Going, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_wrong_addresses(going: Going, tmp_path: Path) -> None:
     plain = going.address.replace("https:", "http:")
     for command in ("join", "status", "watch"):
-        assert_refused(tmp_path, command, plain, "--token", going.token, says="it begins with https://")
+        assert_refused(tmp_path, command, plain, "--token", going.token, says="it must begin with https://")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"https://127.0.0.1:{nobody.getsockname()[1]}"
