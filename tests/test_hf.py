@@ -509,7 +509,7 @@ def test_an_export_that_cannot_be_is_refused(unbroken, trained, tmp_path):
         refused(tmp_path, "export", run, "--format", "hff", says="There is no export format 'hff'; did you mean 'hf'?")
     refused(tmp_path, "export", unbroken(), "--format", "safetensor", says="did you mean 'safetensors'?")
     images = unbroken("--task", "images", "--arrivals", "4")
-    says = "The run's model classifies images, for which there is no Hugging Face form: use --format safetensors."
+    says = "There is no Hugging Face form of the task images: use --format safetensors."
     refused(tmp_path, "export", images, "--format", "hf", says=says)
     (tmp_path / "free").mkdir()
     assert heloco("export", unbroken(), "--format", "hf", "--out", "free", cwd=tmp_path).code == 0, "an empty folder will do"

@@ -116,7 +116,7 @@ class Session:
                 browser.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\ncookie: heloco-view={key}\r\n\r\n".encode())
                 browser.recv(1000)
 
-    def group(self) -> dict[tuple[str, str], list[Request]]:
+    def requests(self) -> dict[tuple[str, str], list[Request]]:
         """The recorded requests, and similar ones for endpoints that were not used."""
         recorded = dict(self.recorder.requests)
         with_body = [request for group in recorded.values() for request in group if request.body]
