@@ -89,7 +89,7 @@ def planned(specs: Sequence[str], settings: dict[str, object], scale: str, tasks
     found: Runs = {}
     for spec in specs:
         for place in places_of(spec, settings, scale):
-            task, config = tasks.of(place.config)
+            task, config = tasks.build_once(place.config)
             key = digest(config, task.digest)
             found.setdefault(key, (Planned(key, task, config), replace(place, config=config)))
     return found

@@ -165,6 +165,15 @@ def test_an_adamw_that_is_kept_equals_one_plain_optimizer_over_all_rounds_to_the
     assert float(memory["0.step"]) == 15
 
 
+def test_muon_trains_where_everything_that_adamw_would_move_is_frozen():
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2)))
+    model[1].requires_grad_(False)
+    options = InnerOptions(batch_size=3, lr=0.05, schedule_steps=12, inner_optimizer="muon")
+    task = task_of(model)
+    [ours] = SequentialInner(task, options, seed=0).run([round_for(task, options)])
+    assert [bool(delta.any()) for delta in ours.pseudo_gradient] == [True, False, False]
+
+
 def test_a_run_does_not_load_torchs_compiler(tmp_path):
     """It takes as long to import as the rest of torch, and each worker that starts would wait for it."""
     script = f"""if True:

@@ -120,7 +120,7 @@ def test_it_ends_with_the_process_that_started_it(folder, tmp_path):
         "from pathlib import Path\n"
         "from heloco.report.page_process import PageProcess\n"
         "page = PageProcess(Path(sys.argv[1]))\n"
-        "asyncio.run(page._ready())\n"
+        "asyncio.run(page.ready())\n"
         "print('started', flush=True)\n"
         "sys.stdin.read()\n"
     )

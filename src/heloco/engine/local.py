@@ -13,6 +13,7 @@ import heloco
 from heloco.engine.build import build_parts, describe_model, pick_device, plugins_of
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
+from heloco.inner import SequentialInner
 from heloco.inner.second_moment import shared_memory
 from heloco.outer.kernels import name_for
 from heloco.run import RunConfig, RunFolder
@@ -111,14 +112,18 @@ class LocalRun:
 
     # ---- running
 
+    @property
+    def inner(self) -> SequentialInner:
+        """The run's own inner loop. It is built when it is first used: a fleet has another."""
+        return self._parts.inner
+
     def run(self) -> None:
         """To the end, or until a stop is requested (then `StopRequested`, after a checkpoint)."""
-        inner = self._parts.inner
-        inner.before_step = self._heed_stop
+        self.inner.before_step = self._heed_stop
         try:
             self.begin()
             while not self.advance():
-                self.simulation.give(inner.run([self.simulation.next_needed()])[0])
+                self.simulation.give(self.inner.run([self.simulation.next_needed()])[0])
         except StopRequested:
             self._save_if(True)
             raise

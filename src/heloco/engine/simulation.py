@@ -109,7 +109,7 @@ class Simulation:
             heapq.heappush(self._events, (self._window_end_ns, START, released))
         return arrival, contribution
 
-    # ---- state: what `resume` needs beside the synchronizer's own
+    # ---- state: what `resume` needs in addition to the synchronizer's state
 
     def state_dict(self) -> dict[str, Any]:
         tensors: dict[str, Tensor] = {}

@@ -24,23 +24,24 @@ Memory = dict[str, Tensor]
 
 
 class AdamW:
-    """`torch.optim.AdamW` to the bit, by the same function of torch. The class itself imports torch's compiler with its first
-    parameter, which takes as long as the rest of torch: a worker would start two seconds later."""
+    """`torch.optim.AdamW` to the bit: it calls the same function of torch.
+
+    That class imports torch's compiler with its first parameter. The import takes as long as the rest of torch, and a worker
+    would start two seconds later."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], options: InnerOptions) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": options.lr}]
         self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in parameters}
-        self._options = options
+        self._options, self._is_fused = options, parameters[0].device.type in ("cpu", "cuda")
 
     @torch.no_grad()
     def step(self) -> None:
         options, (group,) = self._options, self.param_groups
         moved = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] for p in moved]
-        is_fused = moved[0].device.type in ("cpu", "cuda")
         for p, state in zip(moved, states, strict=True):
             if not state:
-                state["step"] = torch.zeros((), device=p.device if is_fused else "cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if self._is_fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         adamw(
@@ -50,7 +51,7 @@ class AdamW:
             [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
-            fused=is_fused,
+            fused=self._is_fused,
             amsgrad=False,
             beta1=options.beta1,
             beta2=options.beta2,

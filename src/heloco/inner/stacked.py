@@ -46,7 +46,7 @@ def check_stackable(options: InnerOptions) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A round with what it takes to run it beside rounds of other runs."""
+    """A round, with what is needed to run it together with rounds of other runs."""
 
     round: Round
     task: Task
@@ -68,7 +68,7 @@ class Job:
 
 
 class StackedInner:
-    """Runs jobs of one architecture, at most `width` at a time. Where the device's memory is too small for so many, the width is
+    """Runs jobs of one architecture, at most `width` at a time. If the device's memory is too small for that, the width is
     halved and the same jobs are run again."""
 
     def __init__(self, task: Task, *, device: torch.device | str = "cpu", width: int = 32) -> None:
@@ -124,7 +124,7 @@ class StackedInner:
         return lambda: stack.contributions(jobs, data)
 
     def _stack(self, kind: InnerOptions, size: int, steps: int) -> Stack:
-        """One that has room for so many and nothing to do."""
+        """An idle stack with room for this many rounds."""
         check_stackable(kind)
         for stack in self._stacks:
             if not stack.busy and (stack.options, stack.size) == (kind, size) and stack.steps >= steps:

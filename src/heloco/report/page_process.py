@@ -61,7 +61,7 @@ class PageProcess:
         client = None
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
-                client = await self._ready(unlike=client)
+                client = await self.ready(unlike=client)
                 async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
@@ -78,8 +78,10 @@ class PageProcess:
                 if is_last:
                     await _refuse(send, 503, b"The page cannot be shown at the moment: try again.")
 
-    async def _ready(self, unlike: "httpx.AsyncClient | None" = None) -> "httpx.AsyncClient":
-        """`unlike`: one that does not work, so that the process is started again."""
+    async def ready(self, unlike: "httpx.AsyncClient | None" = None) -> "httpx.AsyncClient":
+        """A client of the page's process, which is started if it does not run.
+
+        `unlike`: a client that failed. The process is then started again."""
         async with self._starting:
             if self._client in (None, unlike) or self._process is None or self._process.poll() is not None:
                 await self._end()

@@ -139,7 +139,7 @@ class ClusterConfig:
     model_limit_gb: float = 0.0
     """The largest model that a machine may bring to an external run; 0: half of the free space."""
     journal_gb: float = 10.0
-    """Contributions are kept for a replay from the start as long as they fit; then those behind the last checkpoints go."""
+    """Contributions are kept for a replay from the start while they fit. Then those before the last checkpoints are deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,7 +131,7 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"{folder} holds no Hugging Face model: it has no {CONFIG}.")
     if not any((folder / name).is_file() for name in WEIGHTS):
         for path in sorted(folder.iterdir()):
-            if path.suffix in _LIKE_WEIGHTS:  # to start from scratch beside them would be a surprise
+            if path.suffix in _LIKE_WEIGHTS:  # a user would not expect to start from scratch next to them
                 raise UserError(
                     f"{path} is not what transformers reads weights from ({WEIGHTS[0]}): save the whole model there with "
                     "save_pretrained, or remove it to train from scratch."

@@ -250,7 +250,7 @@ class BlockKernels:
         return sums
 
     def _decide(self, table: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of each block; and its rule, behind a 1 if all pseudo-gradients are finite."""
+        """The sums of each block; then 1 if all pseudo-gradients are finite, followed by the rule of each block."""
         count = len(self._chunks)
         parts = torch.empty(3 * count, dtype=torch.float32, device=self._device)
         sums = torch.empty(self._blocks, 3, dtype=torch.float64, device=self._device)
