@@ -143,8 +143,8 @@ class LocalRun:
                 return False
             self._take_in(*arrived)
             if arrived[0].verdict != "refused":
-                self._evaluate_if(due(self.synchronizer.arrivals, settings.eval_every))
-                self._save_if(due(self.synchronizer.arrivals, settings.checkpoint_every))
+                self._evaluate_if(is_due(self.synchronizer.arrivals, settings.eval_every))
+                self._save_if(is_due(self.synchronizer.arrivals, settings.checkpoint_every))
         self._evaluate_if(True)
         self._save_if(True)
         return True
@@ -205,6 +205,7 @@ class LocalRun:
             "clock": simulation["clock"],
             "units": self.units,
             "evaluated_at": self._evaluated_at,
+            **self.folder.line_sizes(),
         }
         self.folder.save_checkpoint(self.synchronizer.arrivals, state, synchronizer["tensors"] | simulation["tensors"])
         self._saved_at = self.synchronizer.arrivals
@@ -235,12 +236,16 @@ def evaluation_line(scores: Scores, synchronizer: Synchronizer, *, time_s: float
         "time_s": time_s,
         "inner_steps": synchronizer.steps_accepted,
         "units": units,
-        "mean": finite(mean_scores(scores)),
-        "scores": {name: finite(measures) for name, measures in scores.items()},
+        **score_fields(scores),
     }
 
 
-def due(arrivals: int, every: int) -> bool:
+def score_fields(scores: Scores) -> dict[str, Any]:
+    """The fields of an evaluation's line that hold its scores."""
+    return {"mean": finite(mean_scores(scores)), "scores": {name: finite(measures) for name, measures in scores.items()}}
+
+
+def is_due(arrivals: int, every: int) -> bool:
     return every > 0 and arrivals % every == 0
 
 

@@ -17,7 +17,7 @@ import contextlib
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -333,6 +333,18 @@ class Journal:
             make_durable(self._folder_handle, self.folder)
         make_durable(self._file, self._path)
 
+    def durable_later(self) -> Callable[[], None]:
+        """A function that makes all events up to now durable. It may be called once, from any thread, and after later events."""
+        handle, path = os.dup(self._file), self._path
+
+        def make_segment_durable() -> None:
+            try:
+                make_durable(handle, path)
+            finally:
+                os.close(handle)
+
+        return make_segment_durable
+
     def acknowledge(self, number: int) -> None:
         """Notes that the event is durable, just before it is acknowledged."""
         os.pwrite(self._acknowledged_handle, b"%020d\n" % number, 0)
@@ -358,26 +370,18 @@ class Journal:
             if number > self.end.number:
                 contribution_path(self.folder, number).unlink()
 
-    def prune(self, until: Mark, budget_bytes: float) -> bool:
-        """If the journal is larger than its budget, removes what a checkpoint at `until` covers: tensors first, then segments.
-
-        True if anything was removed. A replay can then no longer begin at the first event."""
+    def to_prune(self, until: Mark, budget_bytes: float) -> list[Path]:
+        """If the journal is larger than its budget: the files that a checkpoint at `until` covers, tensors first, then segments.
+        The caller removes them, in this order. A replay can then no longer begin at the first event."""
         if self._bytes_kept <= budget_bytes:
-            return False
-        bytes_before = self._bytes_kept
-        for number in contribution_numbers(self.folder):
-            if number <= until.number:
-                self._remove(contribution_path(self.folder, number))
+            return []
+        paths = [contribution_path(self.folder, n) for n in contribution_numbers(self.folder) if n <= until.number]
+        self._bytes_kept -= sum(path.stat().st_size for path in paths)
         for (_, path), (following, _) in itertools.pairwise(segments(self.folder)):
             if following <= until.position and self._bytes_kept > budget_bytes:
-                self._remove(path)
-        return self._bytes_kept < bytes_before
-
-    def _remove(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            size = path.stat().st_size
-            path.unlink()
-            self._bytes_kept -= size
+                self._bytes_kept -= path.stat().st_size
+                paths.append(path)
+        return paths
 
     def close(self) -> None:
         for handle in (self._file, self._acknowledged_handle, self._folder_handle):

@@ -1,6 +1,5 @@
 """Append-only files of JSON lines: the tape and the evaluations."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -42,10 +41,14 @@ class Lines(Generic[RecordT]):
             raise
         self._size += len(line)
 
-    def sync(self) -> int:
-        """Makes all lines durable and returns their size in bytes."""
+    @property
+    def size(self) -> int:
+        """Size of all lines in bytes."""
+        return self._size
+
+    def sync(self) -> None:
+        """Makes all lines durable."""
         make_durable(self._file.fileno(), self.path)
-        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()

@@ -8,7 +8,7 @@ SHA256SUMS             the digests of both, over the bytes that were written; `s
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,18 @@ class CheckpointDamaged(UserError):
 
 
 def save(
-    folder: Path, arrival: int, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *, keep_first: bool = False
+    folder: Path,
+    arrival: int,
+    state: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_first: bool = False,
+    copied: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is.
 
-    The tensors are written one by one: nothing is held twice. `keep_first`: the oldest stays too."""
+    The tensors are written one by one: nothing is held twice. `copied` is called when they may change again, long before
+    they are durable. `keep_first`: the oldest stays too."""
     folder.mkdir(exist_ok=True)
     final = folder / f"arrival-{arrival:08d}"
     for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time
@@ -40,7 +47,7 @@ def save(
     temporary = folder / f".{final.name}"
     temporary.mkdir()
     try:
-        _write_files(temporary, {"format": FORMAT, "arrival": arrival, **state}, tensors)
+        _write_files(temporary, {"format": FORMAT, "arrival": arrival, **state}, tensors, copied)
         if final.exists():  # the same arrival again: only refusals came in between
             discard(final)
         temporary.rename(final)
@@ -52,13 +59,14 @@ def save(
     return final
 
 
-def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    tensors_digest = hashlib.sha256()
+def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], copied: Callable[[], None]) -> None:
     with (folder / TENSORS).open("wb", buffering=0) as file:
-        write(file, Layout.of(tensors), tensors, hashed=tensors_digest)
+        write(file, Layout.of(tensors), tensors)
+        copied()
+        tensors_digest = sha256(folder / TENSORS)  # from the system's cache: hashing takes longer than copying
         make_durable(file.fileno(), folder / TENSORS)
     content = json.dumps(state).encode()
-    sums = f"{tensors_digest.hexdigest()}  {TENSORS}\n{hashlib.sha256(content).hexdigest()}  {STATE}\n"
+    sums = f"{tensors_digest}  {TENSORS}\n{hashlib.sha256(content).hexdigest()}  {STATE}\n"
     for name, text in ((STATE, content), (SUMS, sums.encode())):
         with (folder / name).open("wb") as file:
             file.write(text)

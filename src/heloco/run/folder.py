@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,13 +155,26 @@ class RunFolder:
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
 
+    def line_sizes(self) -> dict[str, int]:
+        """Where the tape and the evaluations stand, as a checkpoint's state has it."""
+        assert self.tape is not None and self.evals is not None
+        return {"tape_bytes": self.tape.size, "evals_bytes": self.evals.size}
+
     def save_checkpoint(
-        self, arrival: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep_first: bool = False
+        self,
+        arrival: int,
+        state: dict[str, Any],
+        tensors: dict[str, Tensor],
+        *,
+        keep_first: bool = False,
+        copied: Callable[[], None] = lambda: None,
     ) -> None:
+        """`state` includes `line_sizes`. `copied` is called when the tensors may change again."""
         assert self.tape is not None and self.evals is not None
         with disk_errors(self.path / CHECKPOINTS, self.remedy):
-            state = {**state, "tape_bytes": self.tape.sync(), "evals_bytes": self.evals.sync()}
-            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors, keep_first=keep_first)
+            self.tape.sync()
+            self.evals.sync()
+            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors, keep_first=keep_first, copied=copied)
 
     def checkpoints(self) -> list[Path]:
         """Oldest first."""

@@ -258,6 +258,8 @@ class Status(Message, frozen=True, kw_only=True):
     participation_window: int
     min_workers: int
     per_minute: float | None
+    evaluations_due: int
+    """Evaluations that are under way or wait."""
     machines: tuple[MachineStatus, ...]
 
 

@@ -12,25 +12,39 @@ from heloco.records import journal
 
 READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
 READ_LIMIT_BYTES = 1 << 20
+STATUS_PATIENCE_S = 0.05
+"""How long a status waits for the lock."""
 
 
 class Administration:
     def __init__(self, state: ServiceState, rounds: RoundDispatcher) -> None:
         self.state, self.rounds = state, rounds
+        self._last_status: Status | None = None
 
     def status(self) -> Status:
-        state = self.state
-        with state.lock:
-            run, now_s = state.run, state.now_s
-            return Status(
-                run=state.run_id, folder=str(state.folder), ended=state.ended, paused=state.paused, time_s=now_s,
-                arrivals=run.synchronizer.arrivals if run else 0, planned=state.config.run.arrivals,
-                outer_step=run.synchronizer.outer_step if run else 0, seats=state.roster.seats,
-                participants=tuple(sorted(run.participants())) if run else (),
-                participation_window=len(run.contributors) if run else 0, min_workers=state.config.cluster.min_workers,
-                per_minute=run.rates(now_s)["per_minute"] if run else None,
-                machines=tuple(self._machine_status(machine, now_s) for machine in state.roster),
-            )  # fmt: skip
+        """The state of the run. While a large contribution is applied, the state of a moment ago."""
+        state, last = self.state, self._last_status
+        if not state.lock.acquire(timeout=-1 if last is None else STATUS_PATIENCE_S):
+            assert last is not None
+            return last
+        try:
+            self._last_status = self._status()
+            return self._last_status
+        finally:
+            state.lock.release()
+
+    def _status(self) -> Status:
+        state, run, now_s = self.state, self.state.run, self.state.now_s
+        return Status(
+            run=state.run_id, folder=str(state.folder), ended=state.ended, paused=state.paused, time_s=now_s,
+            arrivals=run.synchronizer.arrivals if run else 0, planned=state.config.run.arrivals,
+            outer_step=run.synchronizer.outer_step if run else 0, seats=state.roster.seats,
+            participants=tuple(sorted(run.participants())) if run else (),
+            participation_window=len(run.contributors) if run else 0, min_workers=state.config.cluster.min_workers,
+            per_minute=run.rates(now_s)["per_minute"] if run else None,
+            evaluations_due=run.evaluations.waiting if run and run.evaluations else 0,
+            machines=tuple(self._machine_status(machine, now_s) for machine in state.roster),
+        )  # fmt: skip
 
     def _machine_status(self, machine: Machine, now_s: float) -> MachineStatus:
         run, entry = self.state.run, self.state.book.get(machine.id)

@@ -1,6 +1,11 @@
-"""Checkpoints of a served run: its state at an event of its journal."""
+"""Checkpoints of a served run: its state at an event of its journal.
 
+A checkpoint is written in the background. Under the run's lock only the small part of the state is copied.
+"""
+
+import contextlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -8,6 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from heloco.cluster.protocol.messages import Acknowledgement, Paused
+from heloco.cluster.server.evaluations import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
 from heloco.errors import UserError
@@ -23,7 +29,7 @@ class ServedState(Struct, frozen=True, kw_only=True):
     time_s: float
     units: int
     paused: Paused | None
-    evaluated_at: int
+    evaluations_due: tuple[EvaluationDue, ...]
     started_s: dict[int, float]
     holders: dict[int, str]
     last_machines: dict[int, str]
@@ -49,7 +55,7 @@ def load(run: JournaledRun, state: Mapping[str, Any], tensors: Mapping[str, Tens
     served = served_state(state)
     run.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
     run.time_s, run.units, run.paused = served.time_s, served.units, served.paused
-    run.evaluated_at, run.saved_at = served.evaluated_at, run.synchronizer.arrivals
+    run.saved_at = run.synchronizer.arrivals
     run.started_s, run.holders, run.last_machines = dict(served.started_s), dict(served.holders), dict(served.last_machines)
     run.start_digests = dict(served.start_digests)
     run.contributors.extend(served.contributors)
@@ -60,31 +66,59 @@ def load(run: JournaledRun, state: Mapping[str, Any], tensors: Mapping[str, Tens
 
 
 def save(run: JournaledRun) -> None:
-    """Writes a checkpoint. Events that it covers may then be pruned from the journal, and old checkpoints with them."""
-    assert run.folder is not None
+    """Writes a checkpoint, and returns when it is durable."""
+    finish_saving(run, wait=True)
+    begin_saving(run)
+    finish_saving(run, wait=True)
+
+
+def save_if_due(run: JournaledRun) -> None:
+    """Begins a checkpoint if one is due, and finishes the one that was begun before if it is written. Does not wait."""
+    finish_saving(run)
+    arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
+    is_due = (arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)
+    if run.saving is None and is_due and run.lines.catch_up():
+        begin_saving(run)
+
+
+def begin_saving(run: JournaledRun) -> None:
+    """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock."""
+    assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
-    synchronizer = run.synchronizer.state_dict()
+    arrival, synchronizer = run.synchronizer.arrivals, run.synchronizer.state_dict()
+    with run.evaluations_held() as evaluations_due:
+        line_sizes = run.folder.line_sizes()
     served = ServedState(
-        journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluated_at=run.evaluated_at,
+        journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
         started_s=run.started_s, holders=run.holders, last_machines=run.last_machines, start_digests=run.start_digests,
         contributors=list(run.contributors), machines=run.book.to_records(),
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
     state = {
         "config_digest": run.config.digest(), "task_digest": run.task_digest, "books": synchronizer["books"],
-        "served": msgspec.to_builtins(served, str_keys=True),
+        "served": msgspec.to_builtins(served, str_keys=True), **line_sizes,
     }  # fmt: skip
-    run.journal.make_durable()
-    run.folder.save_checkpoint(run.synchronizer.arrivals, state, synchronizer["tensors"], keep_first=replays_from_the_start(run))
-    run.saved_at = run.synchronizer.arrivals
-    make_room(run, run.config.cluster.journal_gb * 1e9)
+    make_journal_durable, copied, folder = run.journal.durable_later(), run.readers.enter(), run.folder
+    keep_first = replays_from_the_start(run)
+
+    def write() -> int:
+        try:
+            make_journal_durable()
+            folder.save_checkpoint(arrival, state, synchronizer["tensors"], keep_first=keep_first, copied=copied)
+        finally:
+            copied()
+        return arrival
+
+    run.saving = run.slow_work.submit(write)
 
 
-def save_if_due(run: JournaledRun) -> None:
-    """Writes a checkpoint if one is due. Called after an arrival was answered, because it may take a while."""
-    arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
-    if run.lines.catch_up() and ((arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)):
-        save(run)
+def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
+    """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with. Events that it
+    covers may then be pruned from the journal, and old checkpoints with them."""
+    if run.saving is not None and (wait or run.saving.done()):
+        saving, run.saving = run.saving, None
+        run.saved_at = saving.result()
+        make_room(run, run.config.cluster.journal_gb * 1e9)
 
 
 def replays_from_the_start(run: JournaledRun) -> bool:
@@ -99,6 +133,13 @@ def make_room(run: JournaledRun, budget_bytes: float) -> None:
     assert run.folder is not None
     newest = run.folder.checkpoints()[-checkpoint.KEEP :]
     marks = [served_state(checkpoint.load_state(path)).journal for path in newest]
-    if marks and run.journal.prune(min(marks, key=lambda mark: mark.number), budget_bytes):
+    if marks and (paths := run.journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
         for path in run.folder.checkpoints()[: -checkpoint.KEEP]:
             checkpoint.discard(path)
+        run.slow_work.submit(_remove, paths)
+
+
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):  # what stays is removed next time
+            path.unlink()

@@ -57,13 +57,18 @@ class Housekeeping:
             goes_on = f"What was done is kept: `heloco serve {self.state.folder}` goes on."
             self.state.end("gave-up", f"{paused.text}, for more than {limit_s:g} s. {goes_on}")
 
-    def save_if_due(self) -> None:
+    def save_if_due(self, *, wait: bool = False) -> None:
+        """Begins a checkpoint if one is due. `wait`: returns when it is written."""
         state = self.state
         with state.changed:
             if state.run is None or state.has_failed:
                 return
             try:
                 checkpoints.save_if_due(state.run)
+                if wait:
+                    checkpoints.finish_saving(state.run, wait=True)
+                    checkpoints.save_if_due(state.run)
+                    checkpoints.finish_saving(state.run, wait=True)
             except UserError as error:  # for example a full disk: the journal has everything, and only the checkpoint is missing
                 log.warning("No checkpoint could be made: %s", error)
             except RunStopped as error:  # an fsync failed

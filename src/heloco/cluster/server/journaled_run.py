@@ -6,21 +6,26 @@ the caller passes times in, and they are part of the events."""
 
 import math
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
 from heloco.cluster.server.derived_lines import DerivedLines
+from heloco.cluster.server.evaluations import EvaluationDue, Evaluations, Scorer
 from heloco.cluster.server.machine_book import MachineBook
+from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload, file_digest
 from heloco.disk import drop_cached_pages
-from heloco.engine.local import Observer, due, evaluation_line
+from heloco.engine.local import Observer, is_due, score_fields
 from heloco.errors import UserError
+from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import FOLDER, Journal, contribution_path
 from heloco.run import RunConfig, RunFolder
@@ -46,12 +51,11 @@ class JournaledRun:
         task_digest: str,
         folder: RunFolder | None,
         path: Path | None = None,
-        evaluate: Callable[[], Scores] | None = None,
+        scorer: Scorer | None = None,
         observers: list[Observer] | None = None,
     ) -> None:
         self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
         self.path = folder.path if folder else path
-        self.evaluate = evaluate
         self.lines = DerivedLines(folder, observers or [])
         self.start_layout = Layout.of(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
         self.contribution_layout = Layout.of(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
@@ -75,10 +79,19 @@ class JournaledRun:
         """The machines of the last arrivals."""
         self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
         """(time, machine, staleness) of the arrivals in the window and of the one before it, for rates. Empty after a restart."""
-        self.evaluated_at = self.saved_at = -1
+        self.saved_at = -1
+        """Arrivals at the last checkpoint."""
+        self.saving: Future[int] | None = None
+        """The checkpoint that is being written."""
+        self.readers = TensorReaders()
+        self.evaluations: Evaluations | None = None
+        if scorer is not None and folder is not None:
+            self.evaluations = Evaluations(folder.path, self.start_layout, scorer, self._note_scores, self.readers)
         self._journal: Journal | None = None
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
         """Threads for the digest, which only reads the parameters, and for fsync."""
+        self.slow_work = ThreadPoolExecutor(1, thread_name_prefix="slow-work")
+        """A thread for what nobody waits for: checkpoints, and removing files."""
 
     def open_journal(self, journal: Journal) -> None:
         self._journal = journal
@@ -204,6 +217,7 @@ class JournaledRun:
 
     def _arrive(self, event: Receive, contribution: Contribution, meanwhile: Callable[[], None]) -> Acknowledgement:
         self.time_s = event.time_s
+        self.readers.wait()
         arrival = self.synchronizer.receive(contribution)
         digest = self._background.submit(self.digest)
         meanwhile()
@@ -218,7 +232,7 @@ class JournaledRun:
         line |= {"machine": event.machine, "participants": len(self.participants()), "digest": digest.result()}
         self.lines.arrived(line)
         if arrival.verdict != "refused":
-            self.evaluate_if(self.is_finished or due(self.synchronizer.arrivals, self.config.run.eval_every))
+            self.evaluate_if(self.is_finished or is_due(self.synchronizer.arrivals, self.config.run.eval_every))
         return _acknowledgement(arrival)
 
     def _count(self, event: Receive, arrival: Arrival, started_s: float) -> None:
@@ -232,12 +246,49 @@ class JournaledRun:
         """The machines that contributed to the last arrivals."""
         return set(self.contributors)
 
-    def evaluate_if(self, is_due: bool) -> None:
-        if not is_due or self.evaluate is None or self.evaluated_at == self.synchronizer.arrivals:
+    def evaluate_if(self, condition: bool) -> None:
+        """Begins an evaluation if one is due."""
+        if not condition or self.evaluations is None:
             return
-        line = evaluation_line(self.evaluate(), self.synchronizer, time_s=self.time_s, units=self.units)
-        self.evaluated_at = self.synchronizer.arrivals
-        self.lines.evaluated(line)
+        synchronizer = self.synchronizer
+        due = EvaluationDue(
+            arrival=synchronizer.arrivals, outer_step=synchronizer.outer_step, time_s=self.time_s,
+            inner_steps=synchronizer.steps_accepted, units=self.units,
+        )  # fmt: skip
+        if earlier := self.evaluations.add(due, self.final_model()):
+            self.lines.evaluated(msgspec.to_builtins(earlier))
+
+    def _note_scores(self, due: EvaluationDue, scores: Scores) -> None:
+        self.lines.evaluated({**msgspec.to_builtins(due), **score_fields(scores)})
+
+    def take_up_evaluations(self, due: Iterable[EvaluationDue], earlier: list[EvaluationRecord]) -> None:
+        """After a restart: `due` at the checkpoint, and lines that were written after it."""
+        if self.evaluations is not None:
+            for record in self.evaluations.take_up(due, earlier):
+                self.lines.evaluated(msgspec.to_builtins(record))
+
+    def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord]) -> bool:
+        """Whether an evaluation that was due before a restart is there, or can still be made."""
+        return self.evaluations is None or self.evaluations.is_possible(due) or any(map(due.matches, earlier))
+
+    def start_evaluations(self) -> None:
+        """Until then evaluations are only collected."""
+        if self.evaluations is not None:
+            self.evaluations.start()
+
+    def finish_evaluations(self) -> None:
+        """Waits until no evaluation is due any more."""
+        if self.evaluations is not None:
+            self.evaluations.wait()
+
+    @contextmanager
+    def evaluations_held(self) -> Iterator[tuple[EvaluationDue, ...]]:
+        """The evaluations that are still due. None is finished inside this context."""
+        if self.evaluations is None:
+            yield ()
+        else:
+            with self.evaluations.held() as due:
+                yield due
 
     # ---- looking at it
 
@@ -273,7 +324,10 @@ class JournaledRun:
         return blocks.name_start(self.synchronizer.parameters, self.synchronizer.buffers)
 
     def close(self) -> None:
+        if self.evaluations is not None:
+            self.evaluations.close()
         self._background.shutdown()
+        self.slow_work.shutdown()
         if self._journal is not None:
             self._journal.close()
         if self.folder is not None:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.resumption import Resumption
+from heloco.cluster.server.scorers import scorer_for
 from heloco.cluster.server.service import Service
 from heloco.cluster.server.transfers import ROUNDS, SnapshotStore
 from heloco.engine.build import build_parts, build_synchronizer, pick_device
@@ -21,7 +21,7 @@ from heloco.records.journal import read_events
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
-from heloco.task import Scores, ShardInfo, Task
+from heloco.task import ShardInfo, Task
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
@@ -51,39 +51,39 @@ def check_servable(config: RunConfig) -> None:
         )
 
 
-def evaluation_of(task: Task, model: nn.Module, buffers: Callable[[], list[Tensor]]) -> Callable[[], Scores]:
-    """A function that evaluates the current outer model."""
-
-    @torch.no_grad()
-    def evaluate() -> Scores:
-        for buffer, current in zip(model.buffers(), buffers(), strict=True):
-            buffer.copy_(current)
-        return task.evaluate(model)
-
-    return evaluate
-
-
 def journaled_run(
-    task: Task, config: RunConfig, folder: RunFolder | None, observers: list[Observer] | None = None
+    task: Task,
+    config: RunConfig,
+    folder: RunFolder | None,
+    observers: list[Observer] | None = None,
+    task_config: RunConfig | None = None,
 ) -> JournaledRun:
-    """A run of one of the built-in tasks, not begun yet."""
-    parts = build_parts(task, config)
-    evaluate = evaluation_of(task, parts.model, lambda: parts.synchronizer.buffers)
-    return JournaledRun(
-        parts.synchronizer, config, task_digest=task.digest, folder=folder, evaluate=evaluate, observers=observers
-    )
+    """A run of one of the built-in tasks, not begun yet. `task_config`: what another process can build the task from."""
+    synchronizer = build_parts(task, config).synchronizer
+    scorer = scorer_for(task, config, task_config, model_bytes=synchronizer.theta_bytes)
+    return JournaledRun(synchronizer, config, task_digest=task.digest, folder=folder, scorer=scorer, observers=observers)
 
 
 def new_run(
-    task: Task, config: RunConfig, path: Path, observers: list[Observer] | None = None, clock: Clock = time.monotonic
+    task: Task,
+    config: RunConfig,
+    path: Path,
+    observers: list[Observer] | None = None,
+    clock: Clock = time.monotonic,
+    task_config: RunConfig | None = None,
 ) -> Service:
     check_servable(config)
     folder = RunFolder.create(path, config, describe(task, config, task.build_model(), clock="real"))
-    return _begin_service(journaled_run(task, config, folder, observers), clock)
+    return _begin_service(journaled_run(task, config, folder, observers, task_config), clock)
 
 
 def old_run(
-    task: Task, folder: RunFolder, config: RunConfig, observers: list[Observer] | None = None, clock: Clock = time.monotonic
+    task: Task,
+    folder: RunFolder,
+    config: RunConfig,
+    observers: list[Observer] | None = None,
+    clock: Clock = time.monotonic,
+    task_config: RunConfig | None = None,
 ) -> Service:
     """Resumes a run from its folder. `config` may have other cluster settings than before."""
     check_servable(config)
@@ -91,7 +91,7 @@ def old_run(
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
-    return _begin_service(journaled_run(task, config, folder, observers), clock)
+    return _begin_service(journaled_run(task, config, folder, observers, task_config), clock)
 
 
 def _begin_service(run: JournaledRun, clock: Clock, create_run: Any = None) -> Service:

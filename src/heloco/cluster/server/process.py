@@ -93,7 +93,7 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
         if config.data.task == "external":
             return external_run(config, path)
         task, config = build_task(_with_data(config, spec.data), progress)
-        return new_run(task, config, path)
+        return new_run(task, config, path, task_config=config)
     folder = RunFolder.open(path)
     config = folder.config()
     if config.digest() != folder.meta()["config_digest"]:
@@ -102,7 +102,8 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
     config = with_fields(config, changes)
     if config.data.task == "external":
         return external_run(config, path)
-    return old_run(build_task(_with_data(config, spec.data), progress)[0], folder, config)
+    task, task_config = build_task(_with_data(config, spec.data), progress)
+    return old_run(task, folder, config, task_config=task_config)
 
 
 def _with_data(config: RunConfig, data: str | None) -> RunConfig:
@@ -203,8 +204,8 @@ class RunHost:
     def close(self) -> None:
         """Stops serving. Rounds under way are in the journal, so nothing is lost."""
         self.keeper.end()
-        if not self.service.state.has_failed:
-            self.service.housekeeping.save_if_due()
+        self.service.housekeeping.save_if_due(wait=True)
+        self.service.finish_evaluations()
         if self.gateway is not None:
             self.gateway.stop()
         self.service.close()

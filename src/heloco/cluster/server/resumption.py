@@ -13,12 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.evaluations import EvaluationDue, evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.transfers import SnapshotStore
 from heloco.disk import make_durable
 from heloco.records.events import Abandon, Dispatch, Receive
 from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events
-from heloco.records.run_files import CHECKPOINTS
+from heloco.records.run_files import CHECKPOINTS, EVALS
 from heloco.run import checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
 
@@ -38,11 +39,15 @@ class Resumption:
         self.folder.take()
         chosen = self._choose_checkpoint()
         mark, tape_bytes, evals_bytes = Mark(), 0, 0
+        evaluations_due: tuple[EvaluationDue, ...] = ()
         if chosen is not None:
-            mark = checkpoints.load(self.run, *chosen).journal
+            served = checkpoints.load(self.run, *chosen)
+            mark, evaluations_due = served.journal, served.evaluations_due
             tape_bytes, evals_bytes = chosen[0]["tape_bytes"], chosen[0]["evals_bytes"]
             self._adopt_starts()
+        earlier = evaluations_after(self.folder.path, evals_bytes)
         self.folder.start_writing(tape_bytes, evals_bytes, accept_shorter=True)
+        self.run.take_up_evaluations(evaluations_due, earlier)
         self.run.open_journal(Journal(self.folder.path, mark))
         if chosen is None:
             self.run.evaluate_if(True)
@@ -52,6 +57,7 @@ class Resumption:
         self._give_up_lost_starts()
         if chosen is None:
             checkpoints.save(self.run)
+        self.run.start_evaluations()
 
     def _choose_checkpoint(self) -> Loaded | None:
         """The newest checkpoint from which every file is intact or can be computed again."""
@@ -104,6 +110,9 @@ class Resumption:
         for version in self._versions_still_held(state, served.journal):
             if version < state["books"]["outer_step"] and not self.starts.adopt(version, served.start_digests[version]):
                 return str(self.starts.path(version))
+        earlier = evaluations_after(self.folder.path, state["evals_bytes"])
+        if any(not self.run.can_evaluate(due, earlier) for due in served.evaluations_due):
+            return str(self.folder.path / EVALS)
         if not is_newest and (missing := self._missing_contribution(served.journal)):
             return missing
         return ""

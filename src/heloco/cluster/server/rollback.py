@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.evaluations import evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
@@ -112,8 +113,10 @@ class Rollback:
     def _make_again(self, run: JournaledRun, chosen: Path, state: dict[str, Any], mark: Mark) -> int:
         assert run.folder is not None
         run.folder.take()
-        checkpoints.load(run, state, checkpoint.load(chosen)[1])
+        served = checkpoints.load(run, state, checkpoint.load(chosen)[1])
         run.folder.start_writing(state["tape_bytes"], state["evals_bytes"], accept_shorter=True)
+        run.take_up_evaluations(served.evaluations_due, evaluations_after(self.folder.path, state["evals_bytes"]))
+        run.start_evaluations()
         run.open_journal(Journal(self.target, mark, may_begin_at_mark=True))
         try:
             for event, mark_after in read_events(self.folder.path / FOLDER, mark):
@@ -129,6 +132,7 @@ class Rollback:
             run.abandon(worker, "rolled-back", "the run returned to an earlier point", run.time_s)
         for machine in sorted(self.without):
             run.note(Part(time_s=run.time_s, machine=machine, kind="evicted", text="its contributions were left out"))
+        run.finish_evaluations()
         checkpoints.save(run)
         return run.synchronizer.arrivals
 

@@ -85,6 +85,12 @@ class Service:
         self.pauses.consider()
         self.state.changed.notify_all()
 
+    def finish_evaluations(self) -> None:
+        """If the run is finished, waits for its last evaluations."""
+        run = self.state.run
+        if run is not None and run.is_finished and not self.state.has_failed:
+            run.finish_evaluations()
+
     def close(self) -> None:
         with self.state.lock:
             self.state.uploads.close()

@@ -1,0 +1,35 @@
+"""Keeps the outer state still while it is copied to a file in the background."""
+
+import threading
+from collections.abc import Callable
+
+
+class TensorReaders:
+    """Counts who still reads the tensors of the outer state. Whoever changes them waits until nobody does.
+
+    1. Under the run's lock a reader enters, and begins to copy the tensors in a thread.
+    2. The next outer step waits until the reader has left. Meanwhile everything else goes on.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._changed = threading.Condition()
+
+    def enter(self) -> Callable[[], None]:
+        """Returns the function that the reader calls when it has read everything. It may be called again."""
+        with self._changed:
+            self._count += 1
+        once = threading.Lock()
+
+        def leave() -> None:
+            if once.acquire(blocking=False):
+                with self._changed:
+                    self._count -= 1
+                    self._changed.notify_all()
+
+        return leave
+
+    def wait(self) -> None:
+        """Returns when nobody reads any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._count)
