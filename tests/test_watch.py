@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import TINY, heloco
+from heloco.report.differences import with_changes
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
 from heloco.report.run_reader import read_runs
 
@@ -73,10 +74,15 @@ def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.
     return connection.getresponse()
 
 
-def next_event(stream: http.client.HTTPResponse) -> tuple[int, dict[str, Any]]:
+def next_event(stream: http.client.HTTPResponse, shown: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+    """The number of the next event, and what a page that shows this then shows."""
     lines = iter(lambda: stream.readline().decode(), "")
-    number = next(line for line in lines if line.startswith("id: "))
-    return int(number.removeprefix("id: ")), json.loads(stream.readline().decode().removeprefix("data: "))
+    number = int(next(line for line in lines if line.startswith("id: ")).removeprefix("id: "))
+    line = stream.readline().decode()
+    if line == "event: change\n":
+        assert shown is not None
+        return number, with_changes(shown, json.loads(stream.readline().decode().removeprefix("data: ")))
+    return number, json.loads(line.removeprefix("data: "))
 
 
 def losses(data: dict[str, Any]) -> list[float]:
@@ -93,18 +99,22 @@ def test_what_is_new_is_told_at_once(served: str, growing: Path, finished: Path)
     stream = get(served, f"/events?seen={embedded['version']}")
     assert stream.headers["Content-Type"].startswith("text/event-stream")
     grow(growing, finished, 1)
-    number, data = next_event(stream)
-    assert number > embedded["version"] and len(losses(data)) == len(losses(embedded)) + 1
+    shown = len(losses(embedded))
+    number, data = next_event(stream, embedded)
+    assert number > embedded["version"] and len(losses(data)) == shown + 1
     grow(growing, finished)
-    while number < 2 or len(losses(data)) < 5:
-        number, data = next_event(stream)
+    while len(losses(data)) < 5:
+        number, data = next_event(stream, data)
+    everything = next_event(get(served, "/events"))[1]
+    assert {**data, "version": 0} == {**everything, "version": 0}
     evals = [json.loads(line) for line in (finished / "evals.jsonl").read_text().splitlines()]
     assert losses(data) == pytest.approx([line["mean"]["loss"] for line in evals], rel=1e-5)
 
 
 def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) -> None:
-    number, data = next_event(get(served, "/events", {"Last-Event-ID": "-7"}))
-    assert number == 0 and len(losses(data)) == 3
+    for seen in ("-7", "0", "17"):  # 17: of a process that showed the page before
+        _, data = next_event(get(served, "/events", {"Last-Event-ID": seen}))
+        assert len(losses(data)) == 3
     for path in ("/tape.jsonl", "/../config.toml", "/events/x"):
         assert get(served, path).status == 404
     for seen in ("rubbish", "%C2%B2", "1" * 20):
@@ -114,7 +124,7 @@ def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) ->
 def test_it_ends_without_a_traceback_while_pages_are_open(served: str) -> None:
     """`served` looks at what it says at its end; the streams are open until then."""
     streams = [get(served, f"/events?seen={seen}") for seen in (-1, 0, 0)]
-    assert next_event(streams[0])[0] == 0
+    assert len(losses(next_event(streams[0])[1])) == 3
     open_until_the_end.extend(streams)
 
 
@@ -210,7 +220,8 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
 
 def test_a_tape_that_can_no_longer_be_read_is_said_on_the_page(served: str, growing: Path) -> None:
     stream = get(served, "/events?seen=0")
+    _, data = next_event(stream)
     with (growing / "tape.jsonl").open("a") as file:
         file.write("no record\n")
-    _, data = next_event(stream)
+    _, data = next_event(stream, data)
     assert any("line 5 was edited" in note for note in data["notes"]) and len(losses(data)) == 3

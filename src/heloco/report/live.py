@@ -1,6 +1,7 @@
 """The report of runs that are still going: the same page, served, with every change sent to it as a server-sent event.
 
-One task looks at the runs' files and sends what is new to all that are connected; a page that was away gets everything again.
+One task looks at the runs' files and sends what is new to all that are connected. A page that was away gets all changes since
+then, or everything if that is shorter.
 Nothing but the page and its events is served, by default to this machine alone.
 """
 
@@ -9,6 +10,7 @@ import contextlib
 import re
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
 from heloco.records.run_files import CONFIG
+from heloco.report.differences import differences
 from heloco.report.own_names import OwnNames, is_loopback, names_of_this_machine
 from heloco.report.page_data import page_data
 from heloco.report.page_writer import as_json, render_report, render_waiting
@@ -30,6 +33,8 @@ LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a while
 PARTS = ("starlette", "uvicorn")
 VERSION = re.compile("-?[0-9]{1,15}")
+CHANGES_KEPT = 100
+"""Versions back to which a page that was away gets the changes alone."""
 
 
 def check_parts() -> None:
@@ -39,13 +44,16 @@ def check_parts() -> None:
 
 
 class Feed:
-    """The page's data, made again when the runs' files have grown."""
+    """The page's data, made again when the runs' files have grown. What is sent is encoded once for all pages."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
         self.data = page_data(runs)
-        self.version = 0
+        self.version = time.time_ns() // 1_000_000  # above all versions of an earlier process, which an open page may know
         self.over = False
+        self._everything = ""
+        self._changes: deque[tuple[int, str]] = deque(maxlen=CHANGES_KEPT)
+        """(version, its changes from the version before, as JSON without brackets)"""
         self._changed = asyncio.Event()
 
     def end(self) -> None:
@@ -62,27 +70,43 @@ class Feed:
             except (OSError, MemoryError, RuntimeError):  # no memory, or no thread: the next look may have it
                 continue
             if data is not None:
-                self.data = data
-                self.version += 1
-                self._changed.set()
-                self._changed = asyncio.Event()
+                self._take(*data)
                 await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE_OF_TIME - 1))
 
-    def _look(self) -> dict[str, Any] | None:
-        """The data if there is anything new. What can no longer be read is said on the page, which keeps what it had."""
+    def _take(self, data: dict[str, Any], changes: str) -> None:
+        self.data, self._everything = data, ""
+        self.version += 1
+        self._changes.append((self.version, changes))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _look(self) -> tuple[dict[str, Any], str] | None:
+        """The data and its changes, if there is anything new. What can no longer be read is said on the page, which keeps what it
+        had."""
         try:
-            changed = [run.refresh() for run in self.runs]
+            if not any([run.refresh() for run in self.runs]):
+                return None
+            data = page_data(self.runs)
         except UserError as error:
-            notes = [*self.data["notes"], str(error)]
-            return None if str(error) in self.data["notes"] else {**self.data, "notes": notes}
-        return page_data(self.runs) if any(changed) else None
+            if str(error) in self.data["notes"]:
+                return None
+            data = {**self.data, "notes": [*self.data["notes"], str(error)]}
+        return data, as_json(differences(self.data, data))[1:-1]
+
+    def _news(self, seen: int) -> str:
+        """The event that brings a page from the version it has seen to the current one."""
+        missed = [changes for version, changes in self._changes if version > seen]
+        self._everything = self._everything or as_json(self.data)
+        if len(missed) == self.version - seen and sum(map(len, missed)) < len(self._everything):
+            return f"id: {self.version}\nevent: change\ndata: [{','.join(filter(None, missed))}]\n\n"
+        return f"id: {self.version}\ndata: {self._everything}\n\n"
 
     async def events(self, seen: int) -> AsyncIterator[str]:
-        """As server-sent events: the data whenever it is newer than what was seen, and a sign of life in between."""
+        """As server-sent events: what is newer than what was seen, and a sign of life in between."""
         while not self.over:
             if self.version > seen:
-                seen = self.version
-                yield f"id: {seen}\ndata: {as_json(self.data)}\n\n"
+                news, seen = self._news(seen), self.version
+                yield news
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(15):
                     await self._changed.wait()
