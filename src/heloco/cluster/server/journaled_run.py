@@ -17,8 +17,8 @@ import xxhash
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
 from heloco.cluster.server.derived_lines import DerivedLines
 from heloco.cluster.server.machine_book import MachineBook
-from heloco.cluster.server.transfers import SnapshotStore, Upload, file_digest
-from heloco.disk import drop_cached_pages
+from heloco.cluster.server.transfers import SnapshotStore, Upload
+from heloco.disk import file_digest
 from heloco.engine.local import Observer, due, evaluation_line
 from heloco.errors import UserError
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
@@ -186,12 +186,11 @@ class JournaledRun:
         path = contribution_path(self.path / FOLDER, number)
         remedy = f"Restore it from a copy, or return to before it with `heloco rollback {self.path}`."
         try:
-            with path.open("rb") as file:
-                drop_cached_pages(file.fileno())
+            digest = file_digest(path)
             tensors = map_tensors(path, self.contribution_layout)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}, an acknowledged contribution, is missing or cut. {remedy}") from error
-        if file_digest(path) != event.digest:
+        if digest != event.digest:
             raise UserError(f"{path}, an acknowledged contribution, was changed. {remedy}")
         return self._contribution(event, tensors)
 
