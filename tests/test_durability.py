@@ -124,6 +124,23 @@ def test_an_fsync_that_fails_at_any_call_ends_the_process_and_loses_nothing(tmp_
     raise AssertionError("it never went well")
 
 
+def test_a_power_cut_may_keep_the_line_of_a_contribution_whose_tensors_are_lost(tmp_path, monkeypatch):
+    """The system writes files to disk in any order until they are durable. Nobody was told that this one is."""
+    folder, acks = tmp_path / "run", []
+    service = opened(folder)
+    hand = Hand(service, "m")
+    acks += [hand.work(seed) for seed in range(3)]
+    hand.take()
+    with monkeypatch.context() as patch:
+        Disk(patch, fails_at=1)
+        with pytest.raises(Refused):
+            hand.hand_in(delta(3))
+    service.close()
+    last = max(folder.glob("journal/*.safetensors"))
+    last.write_bytes(last.read_bytes()[:100])
+    check_account(folder, acks)
+
+
 def test_a_failed_fsync_is_never_answered_from_memory(tmp_path, monkeypatch):
     service = opened(tmp_path / "run")
     hand = Hand(service, "m")

@@ -26,6 +26,7 @@ def contribute(service: Service, machines: list[Hand], arrivals: int) -> None:
         machine.take()
         machine.hand_in(delta(number % 50, 1e-3))
         service.housekeeping.tick()
+        service.housekeeping.save_if_due(wait=True)
 
 
 def held_bytes() -> int:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+import xxhash
 from safetensors import SafetensorError
 
 from heloco.errors import RunStopped, UserError
@@ -72,6 +73,16 @@ def drop_cached_pages(file: int) -> None:
     After a failed fsync the cache may hold pages that never reached the disk and are marked as written."""
     with contextlib.suppress(AttributeError, OSError):  # not on every system and file system
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of what is on the disk."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        drop_cached_pages(file.fileno())
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def write_all(file: BinaryIO, content: bytes | memoryview) -> None:

@@ -241,6 +241,9 @@ class FaultRun:
             self.start_worker(number)
         while len((status := self.status())["machines"]) < self.workers or not status["arrivals"]:
             self.check(began, limit_s)
+            assert status["ended"] is None, (
+                f"the run ended ({status['ended']}) before all workers had joined: give it more arrivals"
+            )
             time.sleep(LOOK_S)
 
     def look(self, now: float) -> None:

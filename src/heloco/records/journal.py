@@ -23,9 +23,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from heloco.disk import drop_cached_pages, make_durable, make_folder_durable
+from heloco.disk import drop_cached_pages, file_digest, make_durable, make_folder_durable
 from heloco.errors import RunStopped, UserError
-from heloco.records.events import Event
+from heloco.records.events import Event, Receive
 
 FOLDER = "journal"
 SEGMENT_BYTES = 4 << 20
@@ -182,7 +182,8 @@ def segment_name(position: int) -> str:
 class Journal:
     """The journal of the run in the folder `run`, open for writing.
 
-    Opening it checks the events after `since` and cuts off damaged events that were never acknowledged. It raises UserError if
+    Opening it checks the events after `since` and cuts off damaged events, and events without
+    their tensors, that were never acknowledged. It raises UserError if
     acknowledged events are missing."""
 
     def __init__(self, run: Path, since: Mark | None = None, *, may_begin_at_mark: bool = False) -> None:
@@ -226,7 +227,9 @@ class Journal:
                 drop_cached_pages(file.fileno())
         end = since
         try:
-            for _, mark in read_events(self.folder, since):
+            for event, mark in read_events(self.folder, since):
+                if mark.number > self.acknowledged >= 0 and isinstance(event, Receive) and not self._has_tensors(event, mark):
+                    break  # a power cut kept the line and lost the tensors; nobody was told that they are safe
                 end = mark
         except JournalDamaged as damage:
             if damage.last_good.number < self.acknowledged or self.acknowledged < 0:
@@ -238,6 +241,12 @@ class Journal:
                 f"Restore it from a copy, or return to what is left with `heloco rollback {self.folder.parent}`."
             )
         return end
+
+    def _has_tensors(self, event: Receive, mark: Mark) -> bool:
+        try:
+            return file_digest(contribution_path(self.folder, mark.number)) == event.digest
+        except OSError:
+            return False
 
     def _open_segment(self) -> None:
         """Cuts the journal off at its end, and goes on there."""
@@ -335,7 +344,8 @@ class Journal:
 
     def durable_later(self) -> Callable[[], None]:
         """A function that makes all events up to now durable. It may be called once, from any thread, and after later events."""
-        handle, path = os.dup(self._file), self._path
+        # Opened again, and not a copy of the handle: the system reports a failed write once for each time a file was opened.
+        handle, path = os.open(self._path, os.O_RDONLY), self._path
 
         def make_segment_durable() -> None:
             try:

@@ -21,10 +21,10 @@ from heloco.cluster.server.derived_lines import DerivedLines
 from heloco.cluster.server.evaluations import EvaluationDue, Evaluations, Scorer
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.tensor_readers import TensorReaders
-from heloco.cluster.server.transfers import SnapshotStore, Upload, file_digest
-from heloco.disk import drop_cached_pages
+from heloco.cluster.server.transfers import SnapshotStore, Upload
+from heloco.disk import file_digest
 from heloco.engine.local import Observer, is_due, score_fields
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import FOLDER, Journal, contribution_path
@@ -95,6 +95,7 @@ class JournaledRun:
 
     def open_journal(self, journal: Journal) -> None:
         self._journal = journal
+        self.slow_work.submit(int)  # starts its thread now: later there may be none left
 
     @property
     def journal(self) -> Journal:
@@ -155,9 +156,15 @@ class JournaledRun:
             ack = self._arrive(event, contribution, meanwhile)
         finally:
             durable.result()
+        self._check_saving()
         self.journal.acknowledge(number)
         self.acks[ack.worker].append(ack)
         return ack
+
+    def _check_saving(self) -> None:
+        """Raises the error if an fsync of the checkpoint in the background failed: then nothing more is acknowledged."""
+        if self.saving is not None and self.saving.done() and isinstance(error := self.saving.exception(), RunStopped):
+            raise error
 
     # ---- what follows from an event
 
@@ -199,12 +206,11 @@ class JournaledRun:
         path = contribution_path(self.path / FOLDER, number)
         remedy = f"Restore it from a copy, or return to before it with `heloco rollback {self.path}`."
         try:
-            with path.open("rb") as file:
-                drop_cached_pages(file.fileno())
+            digest = file_digest(path)
             tensors = map_tensors(path, self.contribution_layout)
         except (OSError, ValueError) as error:
             raise UserError(f"{path}, an acknowledged contribution, is missing or cut. {remedy}") from error
-        if file_digest(path) != event.digest:
+        if digest != event.digest:
             raise UserError(f"{path}, an acknowledged contribution, was changed. {remedy}")
         return self._contribution(event, tensors)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from heloco.cluster.protocol.messages import RoundKey
 from heloco.cluster.protocol.refusals import Code, Refused
-from heloco.disk import FULL, SCARCE, write_all
+from heloco.disk import FULL, SCARCE, file_digest, write_all
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, write
 
@@ -242,12 +242,3 @@ def make_folder(path: Path) -> Path:
     except FileExistsError:
         raise UserError(f"{path} is a file, and the run needs a folder there: move it away.") from None
     return path
-
-
-def file_digest(path: Path) -> str:
-    """xxh3-128 of a file."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
