@@ -277,12 +277,13 @@ def test_machines_train_through_the_gateway_and_the_loss_falls(serve, tiny):
     lines = tape(served.folder)
     assert len(lines) == SETTINGS["arrivals"]
     assert {line["machine"].partition("#")[0] for line in lines} == {"m0", "m1"}
+    served.service.finish_evaluations()
     losses = [line["mean"]["loss"] for line in evals(served.folder)]
     assert losses[-1] < losses[0] - 0.5
 
 
-def _train(tiny: tuple[Task, RunConfig], link: Any, name: str) -> str:
-    return Worker(*tiny, tell=lambda _: None).run(link, name, link.describe().run)
+def _train(tiny: tuple[Task, RunConfig], link: Any, name: str, **options: Any) -> str:
+    return Worker(*tiny, tell=lambda _: None).run(link, name, link.describe().run, **options)
 
 
 def test_one_machine_over_https_computes_what_it_computes_here_to_the_bit(serve, tiny):
@@ -291,6 +292,19 @@ def test_one_machine_over_https_computes_what_it_computes_here_to_the_bit(serve,
     _train(tiny, there.link(), "m")
     assert [line["digest"] for line in tape(here.folder)] == [line["digest"] for line in tape(there.folder)]
     assert here.digest() == there.digest()
+
+
+def test_a_machine_evaluates_over_https_what_the_synchronizer_would_have_found(serve, tiny):
+    here, there = serve(arrivals=8, eval_every=2), serve(arrivals=8, eval_every=2)
+    for served, evaluates in ((here, False), (there, True)):
+        served.service.state.run.finish_evaluations()
+        assert _train(tiny, served.link(), "m", evaluates=evaluates) == "The run has ended: all arrivals are in"
+        served.service.finish_evaluations()
+    by_synchronizer, by_machine = evals(here.folder), evals(there.folder)
+    assert [line.pop("machine", "")[:2] for line in by_machine] == ["", "m#", "m#", "m#", "m#"]
+    for line in (*by_synchronizer, *by_machine):
+        del line["time_s"]
+    assert by_machine == by_synchronizer
 
 
 # ---- who gets in

@@ -38,8 +38,8 @@ def story(folder, steps, *, breaks=(), **options):
         elif what == "abandon":
             hand.abandon()
         if number % 3 == 0:
-            service.housekeeping.save_if_due()
-    service.housekeeping.save_if_due()
+            service.housekeeping.save_if_due(wait=True)
+    service.housekeeping.save_if_due(wait=True)
     digest = service.state.run.digest()
     service.close()
     return digest
@@ -177,7 +177,7 @@ def test_runs_of_many_workers_are_taken_up_replayed_and_go_on(tmp_path):
             hand.take()
         for seed, hand in enumerate(hands[:3]):
             hand.hand_in(delta(seed))
-            service.housekeeping.save_if_due()
+            service.housekeeping.save_if_due(wait=True)
         digest, held = service.state.run.digest(), dict(service.state.run.synchronizer.held)
         acks = {worker: list(acks) for worker, acks in service.state.run.acks.items()}
         service.close()

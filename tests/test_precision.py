@@ -179,7 +179,7 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
             f"pseudo_gradient.{i}": (2e-3 * torch.rand(p.shape, generator=draw)).to(dtype) for i, p in enumerate(model.values())
         }
         link.hand_in(ticket, taken.key, service.state.run.contribution_layout, delta, report())
-        service.housekeeping.save_if_due()
+        service.housekeeping.save_if_due(wait=True)
     return service
 
 

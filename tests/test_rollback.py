@@ -29,7 +29,7 @@ def run(tmp_path):
         clock.now += 1.0
         hands[seed % 3].work(seed)
         after.append(service.state.run.digest())
-        service.housekeeping.save_if_due()
+        service.housekeeping.save_if_due(wait=True)
     hands[0].take()
     service.close()
     return tmp_path / "run", hands, after

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from conftest import fill_disk, tape
 from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import Assignment, Ended, Paused, RoundKey, Ticket, UploadState, Wait
 from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.server import contributions as contributions_module
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.records.events import Pause, Resume
@@ -208,6 +211,22 @@ def test_transfers_go_on_where_they_were_cut_and_an_old_connection_may_write_no_
     assert service.contributions.commit(hand.ticket, hand.key, digest, report()).verdict == "applied"
 
 
+def test_a_contribution_cannot_change_while_it_is_taken_in(tmp_path, clock):
+    service = opened(tmp_path / "run", clock)
+    hand = Hand(service, "m")
+    hand.take()
+    upload = service.contributions.upload(hand.ticket, hand.key)
+    turn = upload.begin(0)
+    upload.write(turn, content_of(service, delta(1)))
+    digest = digest_of(service.state.run.contribution_layout, delta(1))
+    with upload.sealed():  # as in a commit whose answer was lost
+        refuses(Code.BUSY, upload.write, turn, b"x")
+        refuses(Code.BUSY, upload.restart)
+        refuses(Code.BUSY, service.contributions.commit, hand.ticket, hand.key, digest, report())
+    assert service.contributions.commit(hand.ticket, hand.key, digest, report()).verdict == "applied"
+    assert len(tape(tmp_path / "run")) == 1
+
+
 # ---- elastic
 
 
@@ -277,15 +296,30 @@ def test_nobody_is_blamed_for_the_time_in_which_the_service_stood_still(tmp_path
     assert hand.hand_in(delta(1)).verdict == "applied"
 
 
-def test_a_machine_that_waits_for_the_answer_to_its_contribution_is_not_lost(tmp_path, clock):
+def test_a_machine_that_waits_for_the_answer_to_its_contribution_is_not_lost(tmp_path, clock, monkeypatch):
     service = opened(tmp_path / "run", clock, beat_s=1.0)
     hand = Hand(service, "m")
     hand.take()
-    service.state.roster.present[hand.id].commits_under_way = 1
-    for _ in range(100):
+    is_reading, may_go_on, read = threading.Event(), threading.Event(), contributions_module.map_tensors
+
+    def slow_read(*arguments):
+        is_reading.set()
+        assert may_go_on.wait(60)
+        return read(*arguments)
+
+    monkeypatch.setattr(contributions_module, "map_tensors", slow_read)
+    with ThreadPoolExecutor(1) as threads:
+        handing_in = threads.submit(hand.hand_in, delta(1))
+        assert is_reading.wait(60)
+        for _ in range(100):
+            clock.now += 1.0
+            service.housekeeping.tick()
+        may_go_on.set()
+        assert handing_in.result().verdict == "applied"
+    for _ in range(100):  # and afterwards it may be lost like any other
         clock.now += 1.0
         service.housekeeping.tick()
-    assert [m.name for m in service.state.roster] == ["m"]
+    assert not list(service.state.roster)
 
 
 def test_one_machine_does_the_rounds_of_all_workers_and_each_gets_its_share(tmp_path, clock):
@@ -479,7 +513,7 @@ def test_the_last_arrival_ends_the_run_and_what_comes_later_is_told(tmp_path, cl
     assert service.state.ended.kind == "finished"
     refuses(Code.ENDED, late.hand_in, delta(3))
     assert hand.hand_in(delta(2), key) == ack  # whoever missed the answer still gets it
-    service.housekeeping.save_if_due()
+    service.housekeeping.save_if_due(wait=True)
     service.close()
     service = opened(tmp_path / "run", clock, arrivals=2)
     assert service.state.ended.kind == "finished"

@@ -344,6 +344,21 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
     assert synchronizer.refused_in_a_row == 0
 
 
+@pytest.mark.parametrize("workers", [2, 8])
+def test_contributions_behind_the_barrier_that_are_finite_but_whose_sum_is_not_are_refused_one_by_one(workers):
+    """Else the step with the sum would fail, when no machine is left to be told."""
+    largest = math.sqrt(torch.finfo(torch.float32).max)  # a block with this norm has a square that just does not overflow
+    parameters = [torch.zeros(4)]
+    synchronizer = build("sync-nesterov", workers=workers, parameters=parameters)
+    rounds = [synchronizer.dispatch(worker) for worker in range(workers)]
+    refused = synchronizer.receive(answer(rounds[0], [torch.tensor([0.9 * largest, 0.0, 0.0, 0.0])]))
+    assert (refused.verdict, refused.code) == ("refused", "not-finite")
+    rounds[0] = synchronizer.dispatch(0)
+    for handed in rounds:
+        last = synchronizer.receive(answer(handed, [torch.tensor([0.4 * largest, 0.0, 0.0, 0.0])]))
+    assert last.verdict == "applied" and all(p.isfinite().all() for p in synchronizer.parameters)
+
+
 def test_a_refusal_under_the_barrier_leaves_the_mean_as_if_it_had_not_been():
     deltas = [[torch.full(shape, float(w), dtype=F64) for shape in SHAPES] for w in range(WORKERS)]
     results = []

@@ -36,15 +36,15 @@ class Node:
         self._folder = Path()
 
     def start(self) -> None:
-        from heloco.cluster.ray import ray_cluster as cluster
+        from heloco.cluster.ray import head_main, ray_internals
 
         self._folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
         command = [
-            sys.executable, "-P", str(Path(cluster.__file__).with_name("head_main.py")), str(self._folder), "--block",
+            sys.executable, "-P", head_main.__file__, str(self._folder), "--block",
             "--disable-usage-stats", f"--address={self.head}", f"--node-ip-address={self.address}", f"--temp-dir={self._folder}",
             f"--object-store-memory={STORE}", "--include-log-monitor=false",
         ]  # fmt: skip
-        settings = {**cluster._KEEPALIVE, **cluster._PINGS, **cluster._QUIET, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+        settings = {**ray_internals.KEEPALIVE, **ray_internals.PINGS, **ray_internals.QUIET, "GRPC_ENABLE_FORK_SUPPORT": "0"}
         settings["RAY_gcs_rpc_server_reconnect_timeout_s"] = "5"  # otherwise it takes a minute to notice another head
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_file)}
         with (self._folder / "start.log").open("wb") as log:

@@ -29,6 +29,7 @@ def add_join_flags(parser: Parser) -> None:
     parser.add_argument(
         "--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]"
     )
+    parser.add_argument("--evaluate", action="store_true", help="also evaluate the run's model here, between rounds")
     parser.add_argument("--patience", metavar="SECONDS", default="3600", help="how long to try to reach the run again [3600]")
 
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
@@ -71,7 +72,7 @@ def join(parsed: argparse.Namespace) -> int:
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        print(worker.run(link, parsed.name, info.run, patience_s=patience_s), flush=True)
+        print(worker.run(link, parsed.name, info.run, patience_s=patience_s, evaluates=parsed.evaluate), flush=True)
     except Refused as refused:
         raise UserError(refused.text) from refused
     finally:

@@ -9,7 +9,7 @@ Measures = dict[str, float | None]
 """Name -> value: loss, bits_per_byte, accuracy. None if it is not finite."""
 
 
-class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """The scores of the outer model, and where the run was then."""
 
     arrival: int
@@ -23,6 +23,8 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Over the sources."""
     scores: dict[str, Measures]
     """Of each source."""
+    machine: str = ""
+    """The machine that evaluated; empty if the synchronizer did."""
 
     @classmethod
     def of(cls, line: "EvaluationRecord | dict[str, Any]") -> "EvaluationRecord":

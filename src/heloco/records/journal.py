@@ -195,6 +195,7 @@ class Journal:
         self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
         self.acknowledged = self._read_acknowledged()
         """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
+        self._being_removed: set[Path] = set()
         self._file = -1
         try:
             if since.number and not may_begin_at_mark:
@@ -383,15 +384,24 @@ class Journal:
     def to_prune(self, until: Mark, budget_bytes: float) -> list[Path]:
         """If the journal is larger than its budget: the files that a checkpoint at `until` covers, tensors first, then segments.
         The caller removes them, in this order. A replay can then no longer begin at the first event."""
+        self._being_removed = {path for path in self._being_removed if path.exists()}
         if self._bytes_kept <= budget_bytes:
             return []
-        paths = [contribution_path(self.folder, n) for n in contribution_numbers(self.folder) if n <= until.number]
-        self._bytes_kept -= sum(path.stat().st_size for path in paths)
+        tensors = [contribution_path(self.folder, n) for n in contribution_numbers(self.folder) if n <= until.number]
+        paths = [path for path in tensors if self._will_be_removed(path)]
         for (_, path), (following, _) in itertools.pairwise(segments(self.folder)):
-            if following <= until.position and self._bytes_kept > budget_bytes:
-                self._bytes_kept -= path.stat().st_size
+            if following <= until.position and self._bytes_kept > budget_bytes and self._will_be_removed(path):
                 paths.append(path)
         return paths
+
+    def _will_be_removed(self, path: Path) -> bool:
+        """Counts a file as removed, unless that was done before and the caller has not come to it yet."""
+        with contextlib.suppress(FileNotFoundError):
+            if path not in self._being_removed:
+                self._bytes_kept -= path.stat().st_size
+                self._being_removed.add(path)
+                return True
+        return False
 
     def close(self) -> None:
         for handle in (self._file, self._acknowledged_handle, self._folder_handle):

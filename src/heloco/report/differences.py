@@ -36,7 +36,8 @@ def _is_worth_it(old: Sequence[Any], new: Sequence[Any]) -> bool:
     """Whether it is shorter to name the elements that changed than to send the list again."""
     if any(isinstance(value, dict | list | tuple) for value in old):
         return True
-    return 4 * sum(before != after for before, after in zip(old, new, strict=False)) < len(new)
+    changed = [before != after for before, after in zip(old, new, strict=False)]
+    return 4 * changed.count(True) < len(new)
 
 
 def with_changes(data: Any, changes: list[Change]) -> Any:
@@ -44,7 +45,8 @@ def with_changes(data: Any, changes: list[Change]) -> Any:
     root = [data]
     for operation, path, value in changes:
         place: Any = root
-        *steps, last = [0, *path]
+        steps: list[Any] = [0, *path]
+        last = steps.pop()
         for step in steps:
             place = place[step]
         if operation == "set":

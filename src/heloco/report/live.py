@@ -84,7 +84,8 @@ class Feed:
         """The data and its changes, if there is anything new. What can no longer be read is said on the page, which keeps what it
         had."""
         try:
-            if not any([run.refresh() for run in self.runs]):
+            has_grown = [run.refresh() for run in self.runs]
+            if not any(has_grown):
                 return None
             data = page_data(self.runs)
         except UserError as error:

@@ -1,6 +1,7 @@
 """A machine's side of a run: it joins, gives signs of life, takes rounds, hands in, and comes back by itself after a cut."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,10 @@ from heloco.cluster.protocol.messages import (
     Assignment,
     BeatAnswer,
     ContributionReport,
+    EvaluationJob,
+    EvaluationResult,
     Joined,
+    RoundAnswer,
     RoundKey,
     RunInfo,
     Ticket,
@@ -26,6 +30,8 @@ from heloco.errors import RunStopped, UserError
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
+Scores = dict[str, dict[str, float]]
+"""Source -> measure -> value."""
 FIRST_PAUSE_S, PAUSE_LIMIT_S = 0.1, 2.0
 PAUSE_SHARE = 1 / 8
 """The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
@@ -70,10 +76,12 @@ class RunClient:
         returning: Ticket | None = None,
         keep_ticket: Callable[[Ticket], Any] = lambda _: None,
         stopping: Callable[[], Any] = lambda: False,
+        evaluate: Callable[[dict[str, Tensor]], Scores] | None = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
         """`layout`: blocks of the machine's own model, if it brings one. `patience_s`: how long to try to reach the run again.
-        `returning`: the ticket of an earlier process. `keep_ticket` is called with the current ticket."""
+        `returning`: the ticket of an earlier process. `keep_ticket` is called with the current ticket. `evaluate`: a function
+        that evaluates a model; with it, this machine offers to do that between its rounds."""
         self.link, self.name, self.layout = link, name, layout
         self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
         self.steps = 0
@@ -84,6 +92,7 @@ class RunClient:
         """Why this machine has no round at the moment; empty if it has one."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
+        self._evaluate = evaluate
         self._held: RoundKey | None = None
         self._lock = threading.Lock()
         self._is_leaving = threading.Event()
@@ -150,8 +159,11 @@ class RunClient:
         """The next round; None if `stopping` becomes true first."""
         while not stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
-            answer = self._call(lambda ticket, wait_s=wait_s: self.link.next_round(ticket, wait_s))  # type: ignore[misc]
+            answer = self._next_round(wait_s)
             self.waiting = answer.text if isinstance(answer, Wait) else ""
+            if isinstance(answer, EvaluationJob):
+                self._do(answer)
+                continue
             if isinstance(answer, Wait):
                 continue
             if self.joined.start_layout is None:  # the run got its model after this machine had joined
@@ -162,6 +174,28 @@ class RunClient:
             except NotHeld:
                 continue
         return None
+
+    def _next_round(self, wait_s: float) -> RoundAnswer:
+        evaluates = self._evaluate is not None
+        return self._call(lambda ticket: self.link.next_round(ticket, wait_s, evaluates=evaluates))
+
+    def _do(self, job: EvaluationJob) -> None:
+        """Evaluates a model for the run. If that fails, another will do it."""
+        layout = Layout(self.joined.start_layout or ())
+        assert self._evaluate is not None
+        try:
+            model = self._call(lambda ticket: self.link.fetch_evaluated(ticket, job, layout))
+        except NotHeld:  # another does it
+            return
+        try:
+            scores = self._evaluate(model)
+        except Exception as error:  # a task is the user's own code
+            self._evaluate = None
+            self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here: {error}")
+            return
+        measured = {source: {name: finite(value) for name, value in measures.items()} for source, measures in scores.items()}
+        result = EvaluationResult(arrival=job.arrival, scores=measured)
+        self._call(lambda ticket: self.link.send_scores(ticket, result))
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
         layout = Layout(self.joined.start_layout or ())
@@ -254,6 +288,11 @@ class RunClient:
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
                     self.obsolete_because = _why_obsolete(answer, held)
+
+
+def finite(value: float) -> float | None:
+    """None for NaN and Inf, which JSON cannot hold."""
+    return value if math.isfinite(value) else None
 
 
 def pause_after(waited_s: float) -> float:

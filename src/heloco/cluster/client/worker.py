@@ -18,7 +18,7 @@ from heloco.inner import SequentialInner
 from heloco.run.config import RunConfig, resolve
 from heloco.run.settings import parse_toml, with_fields
 from heloco.synchronizer import Contribution, Round
-from heloco.task import Task
+from heloco.task import Scores, Task
 from heloco.wire import blocks
 
 
@@ -74,13 +74,23 @@ class Worker:
                 torch.cuda.synchronize(self.inner.device)
         return time.perf_counter() - began
 
-    def run(self, link: Link, name: str, run: str | None = None, **options: Any) -> str:
-        """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round."""
+    def evaluate(self, tensors: dict[str, Tensor]) -> Scores:
+        """Evaluates a model of the run, in the place of the one that is trained: each round begins with its own start."""
+        model = self.inner.model
+        with torch.no_grad():
+            for kind, ours in ((blocks.PARAMETER, model.parameters()), (blocks.BUFFER, model.buffers())):
+                for tensor, theirs in zip(ours, blocks.blocks_of(kind, tensors), strict=True):
+                    tensor.copy_(theirs)
+        return self.inner.task.evaluate(model)
+
+    def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, **options: Any) -> str:
+        """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round.
+        `evaluates`: also evaluates models of the run between rounds."""
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
             link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested,
-            tell=self.tell, **options,
+            tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
         )  # fmt: skip
         outcome = "nothing was under way"
         try:

@@ -53,6 +53,10 @@ class KeyAndOffset(Key, frozen=True, kw_only=True):
     offset: m.Natural
 
 
+class Arrival(m.Message, frozen=True, kw_only=True):
+    arrival: m.Natural
+
+
 class Offset(m.Message, frozen=True, kw_only=True):
     offset: m.Natural
 
@@ -88,6 +92,8 @@ class Api:
             ("POST", "/model/commit", WORKER, self.commit_model),
             ("POST", "/round", WORKER, self.round),
             ("GET", "/start", WORKER, self.start),
+            ("GET", "/evaluation", WORKER, self.evaluated_model),
+            ("POST", "/evaluation", WORKER, self.scores),
             ("GET", "/final", WORKER, self.final),
             ("GET", "/contribution", WORKER, self.upload_state),
             ("PUT", "/contribution", WORKER, self.put_contribution),
@@ -245,7 +251,7 @@ class Api:
         while True:
             change = self._changes.next()
             try:
-                answer = await self.calls.call_locked(self.service.rounds.next, ticket)
+                answer = await self.calls.call_locked(self.service.next, ticket, body.evaluates)
             except Refused as refused:
                 if refused.code is not Code.BUSY:
                     raise
@@ -259,6 +265,16 @@ class Api:
         ticket, key = self._ticket(request), self._query(request, Key)
         path = await self.calls.call_locked(self.service.rounds.start, ticket, RoundKey(key.worker, key.round, key.version))
         return await self._file_body(request, ticket, path)
+
+    async def evaluated_model(self, request: Request) -> Any:
+        ticket, query = self._ticket(request), self._query(request, Arrival)
+        path = await self.calls.call_locked(self.service.evaluation.model, ticket, query.arrival)
+        return await self._file_body(request, ticket, path)
+
+    async def scores(self, request: Request) -> Response:
+        ticket, result = self._ticket(request), await self._body(request, m.EvaluationResult, LARGE)
+        await self.calls.call_locked(self.service.evaluation.take_in, ticket, result)
+        return reply(m.Done())
 
     async def final(self, request: Request) -> Any:
         ticket = self._ticket(request)

@@ -54,8 +54,8 @@ class HttpsLink:
         self._opening = threading.Lock()
         self._room = bytearray()
         """The buffer of the last start, reused for the next one: memory that is in use already is several times as fast."""
-        self._partial: tuple[RoundKey | None, bytearray, int] | None = None
-        """A download that was interrupted: its round, its buffer, and the bytes received so far."""
+        self._partial: tuple[RoundKey | int | None, bytearray, int] | None = None
+        """A download that was interrupted: its round or arrival, its buffer, and the bytes received so far."""
 
     @property
     def right(self) -> Right:
@@ -146,8 +146,8 @@ class HttpsLink:
         self._run = joined.run
         return joined
 
-    def next_round(self, ticket: Ticket, wait_s: float) -> m.RoundAnswer:
-        request = m.RoundRequest(wait_s=wait_s)
+    def next_round(self, ticket: Ticket, wait_s: float, *, evaluates: bool = False) -> m.RoundAnswer:
+        request = m.RoundRequest(wait_s=wait_s, evaluates=evaluates)
         return self._post("round", request, m.RoundAnswer, headers=self._ticket_headers(ticket))  # type: ignore[arg-type]
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
@@ -214,6 +214,15 @@ class HttpsLink:
             raise LinkDown("What arrived is not the round's start (its digest differs).")
         return self._view_checked(layout, buffer)
 
+    def fetch_evaluated(self, ticket: Ticket, job: m.EvaluationJob, layout: Layout) -> dict[str, Tensor]:
+        buffer = self._download("evaluation", job.arrival, {"arrival": job.arrival}, ticket, layout.size)
+        if xxhash.xxh3_128_hexdigest(buffer) != job.digest:
+            raise LinkDown("What arrived is not the model to evaluate (its digest differs).")
+        return self._view_checked(layout, buffer)
+
+    def send_scores(self, ticket: Ticket, result: m.EvaluationResult) -> None:
+        self._post("evaluation", result, headers=self._ticket_headers(ticket))
+
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         return self._view_checked(layout, self._download("final", None, {}, ticket, layout.size))
 
@@ -222,7 +231,7 @@ class HttpsLink:
             raise Refused(Code.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
         return view(layout, buffer)
 
-    def _download(self, path: str, key: RoundKey | None, query: dict[str, Any], ticket: Ticket, size: int) -> bytearray:
+    def _download(self, path: str, key: RoundKey | int | None, query: dict[str, Any], ticket: Ticket, size: int) -> bytearray:
         """Downloads a file, and continues after interruptions. If a try brings no byte, it keeps the partial file for the
         next call and raises `LinkDown`."""
         buffer, bytes_received = self._room, 0

@@ -10,6 +10,8 @@ from heloco.cluster.protocol.messages import (
     Acknowledgement,
     BeatAnswer,
     ContributionReport,
+    EvaluationJob,
+    EvaluationResult,
     Joined,
     Right,
     RoundAnswer,
@@ -37,11 +39,16 @@ class Link(Protocol):
     def describe(self) -> RunInfo: ...
     def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined: ...
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None: ...
-    def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
-        """Waits up to `wait_s` for a round if there is none at once."""
+    def next_round(self, ticket: Ticket, wait_s: float, *, evaluates: bool = False) -> RoundAnswer:
+        """Waits up to `wait_s` for a round if there is none at once. `evaluates`: a model to evaluate is welcome too."""
 
     def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:
         """The tensors that the round begins with, checked. The next `fetch` may overwrite them."""
+
+    def fetch_evaluated(self, ticket: Ticket, job: EvaluationJob, layout: Layout) -> dict[str, Tensor]:
+        """The model that this machine is to evaluate, checked."""
+
+    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None: ...
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         """The model of a run that has ended."""

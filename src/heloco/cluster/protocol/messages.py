@@ -124,7 +124,7 @@ class ModelCommit(Message, frozen=True, kw_only=True):
 
 # ---- rounds
 
-WaitKind = Literal["no-model", "paused", "no-seat", "rest", "busy"]
+WaitKind = Literal["no-model", "paused", "no-seat", "rest", "busy", "evaluation"]
 
 
 class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field="answer"):
@@ -155,11 +155,30 @@ class Wait(Message, frozen=True, kw_only=True, tag="wait", tag_field="answer"):
     text: str
 
 
-RoundAnswer: TypeAlias = Assignment | Wait
+class EvaluationJob(Message, frozen=True, kw_only=True, tag="evaluation", tag_field="answer"):
+    """A model to evaluate, for a machine that offers to."""
+
+    arrival: int
+    digest: str
+    """xxh3-128 of the file with the model."""
+
+
+RoundAnswer: TypeAlias = Assignment | EvaluationJob | Wait
 
 
 class RoundRequest(Message, frozen=True, kw_only=True):
     wait_s: Annotated[float, Meta(ge=0, le=3600)]
+    evaluates: bool = False
+    """Whether the machine offers to evaluate models."""
+
+
+Measures: TypeAlias = Annotated[dict[ShortText, float | None], Meta(max_length=100)]
+
+
+class EvaluationResult(Message, frozen=True, kw_only=True):
+    arrival: Natural
+    scores: Annotated[dict[ShortText, Measures], Meta(max_length=10_000)]
+    """Source -> the name and the value of each measure; None if it is not finite."""
 
 
 class Beat(Message, frozen=True, kw_only=True):

@@ -50,7 +50,8 @@ GROUP_OF = {
     "hand_in": "contributions", "send_model": "contributions", "wait_for_end": "end",
 }  # fmt: skip
 CALLS = {
-    "abandon": "service.rounds.abandon", "leave": "service.members.leave", "read": "service.admin.read",
+    "abandon": "service.rounds.abandon", "send_scores": "service.evaluation.take_in",
+    "leave": "service.members.leave", "read": "service.admin.read",
     "stop": "service.admin.stop", "pause": "service.pauses.order", "evict": "service.members.evict", "tokens": "list_tokens",
     "new_token": "new_token", "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip
@@ -145,18 +146,23 @@ class SynchronizerActor:
         """From a machine that waits for a transfer, so that it does not count as lost."""
         return reply_to(lambda: self.service.state.note_transfer(machine))
 
-    def next_round(self, ticket: Ticket, wait_s: float) -> Reply:
-        return reply_to(lambda: wait_for_round(self.service, ticket, wait_s))
+    def next_round(self, ticket: Ticket, wait_s: float, evaluates: bool) -> Reply:
+        return reply_to(lambda: wait_for_round(self.service, ticket, wait_s, evaluates))
 
     # ---- tensors
 
-    def fetch(self, ticket: Ticket, key: RoundKey | None) -> Reply:
-        """References to the pieces of a round's start. Without a key, of the final model of a run that has ended."""
+    def fetch(self, ticket: Ticket, key: RoundKey | int | None) -> Reply:
+        """References to the pieces of a round's start. With an arrival, of the model to evaluate; without a key, of the
+        final model of a run that has ended."""
         return reply_to(lambda: self._start(ticket, key))
 
-    def _start(self, ticket: Ticket, key: RoundKey | None) -> list[Any]:
-        path = self.service.rounds.final(ticket) if key is None else self.service.rounds.start(ticket, key)
-        machine = ticket.machine
+    def _file(self, ticket: Ticket, key: RoundKey | int | None) -> Path:
+        if key is None:
+            return self.service.rounds.final(ticket)
+        return self.service.evaluation.model(ticket, key) if isinstance(key, int) else self.service.rounds.start(ticket, key)
+
+    def _start(self, ticket: Ticket, key: RoundKey | int | None) -> list[Any]:
+        path, machine = self._file(ticket, key), ticket.machine
         with self._one_model:
             if self._shared is None or self._shared[0] != path:
                 self._shared = None  # first, so that Ray may free it

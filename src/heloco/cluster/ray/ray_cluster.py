@@ -1,7 +1,5 @@
 """Ray itself: started for a run and stopped with it, or joined where it runs already. Closed by default: it always needs a token,
 listens on loopback alone unless configured otherwise, and beyond loopback uses TLS.
-
-The settings here were measured with Ray 2.60. Many of them are Ray's internals, which is why its version is pinned.
 """
 
 import contextlib
@@ -9,7 +7,6 @@ import ctypes
 import importlib
 import logging
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -25,6 +22,7 @@ from typing import Any
 
 from heloco.cluster.ray.private_folder import START_LOG, TOKEN, PrivateFolder, check_secret
 from heloco.cluster.ray.probe import listens, probe, split
+from heloco.cluster.ray.ray_internals import KEEPALIVE, LOOPBACK_ONLY, PINGS, QUIET, is_node_here, reread_settings, silence_deaths
 from heloco.errors import UserError
 
 NAMESPACE = "heloco"
@@ -34,19 +32,6 @@ LOOPBACK = ("127.0.0.1", "localhost")
 _CURRENT = "ray_current_cluster"
 TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _libc = ctypes.CDLL(None)
-_KEEPALIVE = {
-    # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
-    "RAY_grpc_keepalive_time_ms": "10000", "RAY_grpc_keepalive_timeout_ms": "20000",
-    "RAY_health_check_failure_threshold": "30",
-}  # fmt: skip
-_PINGS = {"RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000"}
-"""Only for a Ray that we start: the processes of another Ray close connections with such frequent pings."""
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a call without a connection starts another Ray
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise every shutdown takes up to 30 s
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may still use one
-}
 
 
 @dataclass(frozen=True)
@@ -184,7 +169,7 @@ def _start(
         if number and listens("127.0.0.1" if host in LOOPBACK else host, number):
             raise UserError(f"The port {number} is in use on {host}: choose another, or end what uses it.")
     client_port = client_port or _free_port()
-    cluster._environment.change(_PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
+    cluster._environment.change(PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
     host = "127.0.0.1" if host in LOOPBACK else host
     store = min(max(store_bytes, STORE_MINIMUM_BYTES), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [
@@ -227,7 +212,7 @@ def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | N
     loopback = not client and host in LOOPBACK and not listens(ray.util.get_node_ip_address(), port)
     cluster._environment.change(_settings(token=ray_token, token_file=token_file, tls=tls, loopback=loopback))
     try:
-        if not client and not ray._private.services.find_node_ids():
+        if not client and not is_node_here():
             raise UserError(
                 f"This machine is not a node of the Ray cluster at {address}: `ray start --address={address}` makes it one; or "
                 "join as a client, with ray://HOST:PORT."
@@ -250,14 +235,12 @@ def _find_token(token_file: Path | None) -> str:
 
 
 def _settings(*, token: str = "", token_file: Path | None = None, tls: Tls | None, loopback: bool) -> dict[str, str]:
-    settings = {**_KEEPALIVE, **_QUIET, **(tls.settings() if tls else {})}
+    settings = {**KEEPALIVE, **QUIET, **(tls.settings() if tls else {})}
     if token_file is not None:
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()), "RAY_AUTH_TOKEN": ""}
     elif token:
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
-    # Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. It does not do so on a system on
-    # which it believes that there can be no cluster.
-    return settings | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if loopback else {})
+    return settings | (LOOPBACK_ONLY if loopback else {})
 
 
 def _connect(ray: Any, cluster: Cluster, address: str) -> None:
@@ -273,7 +256,7 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
                     raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
                 ray.shutdown()  # the server that Ray starts for a client may fail to start
     cluster._connected = True
-    ray._private.ray_logging.stdout_deduplicator.skip_re = re.compile("")  # otherwise it prints a line for every dead process
+    silence_deaths()
 
 
 def _translate(error: RuntimeError, address: str) -> UserError:
@@ -315,7 +298,7 @@ class _Environment:
     def change(self, values: dict[str, str]) -> None:
         self._previous |= {name: os.environ.get(name) for name in values if name not in self._previous}
         os.environ.update(values)
-        self._take_effect()
+        reread_settings()
 
     def restore(self) -> None:
         for name, value in self._previous.items():
@@ -324,17 +307,7 @@ class _Environment:
             else:
                 os.environ[name] = value
         self._previous.clear()
-        self._take_effect()
-
-    @staticmethod
-    def _take_effect() -> None:
-        core = importlib.import_module("ray._raylet")
-        core.Config.initialize("")
-        core.AuthenticationTokenLoader.instance().reset_cache()
-        constants: Any = importlib.import_module("ray._private.ray_constants")
-        constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
-        hook: Any = importlib.import_module("ray._private.auto_init_hook")
-        hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"
+        reread_settings()
 
 
 def write_secret(path: Path, text: str) -> None:

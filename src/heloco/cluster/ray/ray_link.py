@@ -148,8 +148,8 @@ class RayLink:
         joined: m.Joined = self._ask("join", request, returning)
         return joined
 
-    def next_round(self, ticket: Ticket, wait_s: float) -> m.RoundAnswer:
-        answer: m.RoundAnswer = self._ask("next_round", ticket, wait_s, within_s=wait_s + ANSWER_S)
+    def next_round(self, ticket: Ticket, wait_s: float, *, evaluates: bool = False) -> m.RoundAnswer:
+        answer: m.RoundAnswer = self._ask("next_round", ticket, wait_s, evaluates, within_s=wait_s + ANSWER_S)
         return answer
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
@@ -222,11 +222,20 @@ class RayLink:
             raise LinkDown("What arrived is not the round's start: the synchronizer has changed its run.")
         return view(layout, self._room)
 
+    def fetch_evaluated(self, ticket: Ticket, job: m.EvaluationJob, layout: Layout) -> dict[str, Tensor]:
+        self._download(ticket, job.arrival, layout)
+        if xxhash.xxh3_128_hexdigest(self._room.data) != job.digest:
+            raise LinkDown("What arrived is not the model to evaluate (its digest differs).")
+        return view(layout, self._room)
+
+    def send_scores(self, ticket: Ticket, result: m.EvaluationResult) -> None:
+        self._ask("ask", "send_scores", ticket, result)
+
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         self._download(ticket, None, layout)
         return view(layout, self._room)
 
-    def _download(self, ticket: Ticket, key: RoundKey | None, layout: Layout) -> None:
+    def _download(self, ticket: Ticket, key: RoundKey | int | None, layout: Layout) -> None:
         within_s = tensor_deadline_s(layout.size)
         shared = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
         if len(self._room) != layout.size:

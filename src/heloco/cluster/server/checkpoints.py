@@ -13,7 +13,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from heloco.cluster.protocol.messages import Acknowledgement, Paused
-from heloco.cluster.server.evaluations import EvaluationDue
+from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
 from heloco.errors import UserError
@@ -129,7 +129,7 @@ def replays_from_the_start(run: JournaledRun) -> bool:
 
 
 def make_room(run: JournaledRun, budget_bytes: float) -> None:
-    """Prunes the journal to its budget. Only events that the newest checkpoints cover are removed."""
+    """Begins to prune the journal to its budget. Only events that the newest checkpoints cover are removed."""
     assert run.folder is not None
     newest = run.folder.checkpoints()[-checkpoint.KEEP :]
     marks = [served_state(checkpoint.load_state(path)).journal for path in newest]

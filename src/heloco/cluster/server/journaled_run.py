@@ -18,7 +18,7 @@ import xxhash
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
 from heloco.cluster.server.derived_lines import DerivedLines
-from heloco.cluster.server.evaluations import EvaluationDue, Evaluations, Scorer
+from heloco.cluster.server.evaluation_queue import EvaluationDue, EvaluationQueue, Scorer
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload
@@ -84,9 +84,9 @@ class JournaledRun:
         self.saving: Future[int] | None = None
         """The checkpoint that is being written."""
         self.readers = TensorReaders()
-        self.evaluations: Evaluations | None = None
+        self.evaluations: EvaluationQueue | None = None
         if scorer is not None and folder is not None:
-            self.evaluations = Evaluations(folder.path, self.start_layout, scorer, self._note_scores, self.readers)
+            self.evaluations = EvaluationQueue(folder.path, self.start_layout, scorer, self._note_scores, self.readers)
         self._journal: Journal | None = None
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
         """Threads for the digest, which only reads the parameters, and for fsync."""
@@ -264,18 +264,18 @@ class JournaledRun:
         if earlier := self.evaluations.add(due, self.final_model()):
             self.lines.evaluated(msgspec.to_builtins(earlier))
 
-    def _note_scores(self, due: EvaluationDue, scores: Scores) -> None:
-        self.lines.evaluated({**msgspec.to_builtins(due), **score_fields(scores)})
+    def _note_scores(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
+        self.lines.evaluated({**msgspec.to_builtins(due), **score_fields(scores), "machine": machine})
 
     def take_up_evaluations(self, due: Iterable[EvaluationDue], earlier: list[EvaluationRecord]) -> None:
         """After a restart: `due` at the checkpoint, and lines that were written after it."""
         if self.evaluations is not None:
-            for record in self.evaluations.take_up(due, earlier):
+            for record in self.evaluations.take_up(due, earlier, self.synchronizer.arrivals, self.final_model()):
                 self.lines.evaluated(msgspec.to_builtins(record))
 
-    def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord]) -> bool:
-        """Whether an evaluation that was due before a restart is there, or can still be made."""
-        return self.evaluations is None or self.evaluations.is_possible(due) or any(map(due.matches, earlier))
+    def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord], arrival: int) -> bool:
+        """Whether an evaluation that was due before a restart is there, or can be made from the checkpoint at this arrival."""
+        return self.evaluations is None or any(map(due.matches, earlier)) or self.evaluations.is_possible(due, arrival)
 
     def start_evaluations(self) -> None:
         """Until then evaluations are only collected."""

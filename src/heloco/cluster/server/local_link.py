@@ -10,6 +10,8 @@ from heloco.cluster.protocol.messages import (
     Acknowledgement,
     BeatAnswer,
     ContributionReport,
+    EvaluationJob,
+    EvaluationResult,
     Joined,
     JoinRequest,
     ModelCommit,
@@ -42,13 +44,19 @@ class LocalLink:
             upload.write(turn, piece)
         self.service.models.commit(ticket, ModelCommit(names=tuple(names), digest=digest_of(layout, tensors)))
 
-    def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
-        return wait_for_round(self.service, ticket, wait_s)
+    def next_round(self, ticket: Ticket, wait_s: float, *, evaluates: bool = False) -> RoundAnswer:
+        return wait_for_round(self.service, ticket, wait_s, evaluates)
 
     def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:  # noqa: ARG002
         content = bytearray(self.service.rounds.start(ticket, key).read_bytes())
         self.service.state.note_transfer(ticket.machine)
         return view(layout, content)
+
+    def fetch_evaluated(self, ticket: Ticket, job: EvaluationJob, layout: Layout) -> dict[str, Tensor]:
+        return view(layout, bytearray(self.service.evaluation.model(ticket, job.arrival).read_bytes()))
+
+    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
+        self.service.evaluation.take_in(ticket, result)
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         return view(layout, bytearray(self.service.rounds.final(ticket).read_bytes()))
@@ -78,13 +86,13 @@ class LocalLink:
         """There is nothing to close."""
 
 
-def wait_for_round(service: Service, ticket: Ticket, wait_s: float) -> RoundAnswer:
+def wait_for_round(service: Service, ticket: Ticket, wait_s: float, evaluates: bool = False) -> RoundAnswer:
     """A round as soon as one is free, or after `wait_s` the reason why there is none."""
     state = service.state
     until_s = state.now_s + wait_s
     with state.changed:
         while True:
-            answer = service.rounds.next(ticket)
+            answer = service.next(ticket, evaluates=evaluates)
             if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
                 return answer
             state.changed.wait(min(left_s, 1.0))

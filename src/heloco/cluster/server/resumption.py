@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from heloco.cluster.server import checkpoints
-from heloco.cluster.server.evaluations import EvaluationDue, evaluations_after
+from heloco.cluster.server.evaluation_queue import EvaluationDue, evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.transfers import SnapshotStore
 from heloco.disk import make_durable
@@ -111,7 +111,7 @@ class Resumption:
             if version < state["books"]["outer_step"] and not self.starts.adopt(version, served.start_digests[version]):
                 return str(self.starts.path(version))
         earlier = evaluations_after(self.folder.path, state["evals_bytes"])
-        if any(not self.run.can_evaluate(due, earlier) for due in served.evaluations_due):
+        if any(not self.run.can_evaluate(due, earlier, state["arrival"]) for due in served.evaluations_due):
             return str(self.folder.path / EVALS)
         if not is_newest and (missing := self._missing_contribution(served.journal)):
             return missing

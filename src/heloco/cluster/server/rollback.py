@@ -14,7 +14,7 @@ from typing import Any
 from msgspec import structs
 
 from heloco.cluster.server import checkpoints
-from heloco.cluster.server.evaluations import evaluations_after
+from heloco.cluster.server.evaluation_queue import evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive

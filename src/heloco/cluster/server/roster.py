@@ -46,6 +46,8 @@ class Machine:
     """The machine gets no round before this time, because it wasted several in a row."""
     refused: int = 0
     """Number of its contributions that were refused in a row."""
+    evaluates: bool = False
+    """Whether the machine offers to evaluate models."""
     commits_under_way: int = 0
     """Number of its commits that are being processed. While there is one, the machine is not lost."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))

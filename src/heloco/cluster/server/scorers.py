@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from heloco.cluster.server.evaluations import Scorer
+from heloco.cluster.server.evaluation_queue import Scorer
 from heloco.engine.build import build_task, pick_device
 from heloco.errors import UserError
 from heloco.run import RunConfig, resolve, with_fields
@@ -62,6 +62,11 @@ class ScorerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_closed = False
         self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 if there is none."""
+        return self._process.pid if self._process is not None else 0
 
     def __call__(self, model: Path) -> Scores:
         try:

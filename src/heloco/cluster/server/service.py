@@ -4,6 +4,7 @@
     rounds          handing out rounds                      models          the model of an external run
     members         joining, leaving, beats                 housekeeping    periodic work
     pauses          when no rounds are handed out           admin           status, files, stopping
+    evaluation      models that machines evaluate
 
 A bad request raises `Refused` with a code and a sentence, and has changed nothing.
 """
@@ -13,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import heloco
-from heloco.cluster.protocol.messages import RoundKey, RunInfo
+from heloco.cluster.protocol.messages import RoundAnswer, RoundKey, RunInfo, Ticket
 from heloco.cluster.server.administration import Administration
 from heloco.cluster.server.contributions import Contributions
 from heloco.cluster.server.housekeeping import Housekeeping
 from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.machine_evaluation import MachineEvaluation
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.model_intake import ModelIntake, RunFactory
 from heloco.cluster.server.pauses import Pauses
@@ -51,8 +53,13 @@ class Service:
         self.members = Membership(state, self.rounds, self.pauses)
         self.contributions = Contributions(state, self.rounds, self.members)
         self.housekeeping = Housekeeping(state, self.rounds, self.members, self.pauses)
+        self.evaluation = MachineEvaluation(state)
         self.admin = Administration(state, self.rounds)
         self.models = ModelIntake(state, create_run, self._serve_new_run)
+
+    def next(self, ticket: Ticket, evaluates: bool = False) -> RoundAnswer:
+        """The next thing to do for a machine: a round, or a model to evaluate if it offers that."""
+        return self.evaluation.next(ticket, evaluates) or self.rounds.next(ticket)
 
     def describe(self) -> RunInfo:
         """What a machine needs to know before it joins."""
@@ -65,6 +72,7 @@ class Service:
         """Serves a run that has begun. Machines that held rounds before a restart may come back with them."""
         state = self.state
         state.run, state.starts, state.paused = run, starts, run.paused
+        self.evaluation.take_up(run)
         state.set_time(run.time_s)
         if len(state.roster):  # they joined before the run had its model
             self.members.note_present()

@@ -9,6 +9,7 @@ Evaluations are made one after the other, in the order of their arrivals. A rest
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import xxhash
 from msgspec import Struct
 from torch import Tensor
 
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import make_folder
+from heloco.disk import file_digest
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.run_files import EVALS
 from heloco.run.folder import whole_lines
@@ -30,6 +33,10 @@ from heloco.wire.layout import Layout, write
 FOLDER = "evaluating"
 WAITING_LIMIT = 8
 """Models that may wait for their evaluation on disk. If evaluations take longer than the time between them, some are left out."""
+LENT_LIMIT_S = 3600.0
+"""Seconds that a machine may take for an evaluation."""
+LOOK_EVERY_S = 0.5
+"""Seconds after which the thread looks again whether a machine has left that should have evaluated."""
 log = logging.getLogger("heloco.server")
 
 
@@ -69,29 +76,35 @@ class Scorer(Protocol):
     def close(self) -> None: ...
 
 
-class Evaluations:
-    """`record` writes the line of an evaluation. It is called in the evaluating thread."""
+class EvaluationQueue:
+    """`record` writes the line of an evaluation, with the name of the machine that made it."""
 
     def __init__(
         self,
         run: Path,
         layout: Layout,
         scorer: Scorer,
-        record: Callable[[EvaluationDue, Scores], None],
+        record: Callable[[EvaluationDue, Scores, str], None],
         readers: TensorReaders,
     ) -> None:
         self.folder = make_folder(run / FOLDER)
         self._layout, self._scorer, self._record, self._readers = layout, scorer, record, readers
         self._due: deque[EvaluationDue] = deque()
         self._copies: dict[int, threading.Thread] = {}
+        self._models: dict[int, Path] = {}
+        """Arrival -> the file of its model. Its digest is in its name, as a power cut may have changed its content."""
         self._earlier: dict[int, EvaluationRecord] = {}
         self._last_added = -1
+        self._is_evaluating = False
+        """Whether the thread evaluates the first model."""
+        self._lent_to: str | None = None
+        """The machine that evaluates the first model; None if none does."""
+        self._lent_until_s = 0.0
+        self.is_left_to: Callable[[str | None], bool] = lambda _: False
+        """Whether a machine, or if None any machine, is here and evaluates."""
         self._changed = threading.Condition()
         self._is_over = False
         self._thread = threading.Thread(target=self._evaluate_all, name="heloco-evaluations", daemon=True)
-
-    def path(self, due: EvaluationDue) -> Path:
-        return self.folder / f"arrival-{due.arrival:08d}.safetensors"
 
     # ---- from the run, under its lock
 
@@ -112,26 +125,33 @@ class Evaluations:
             self._copies[due.arrival] = copying
             self._due.append(due)
             if len(self._due) > WAITING_LIMIT:
-                self._leave_out(self._due[WAITING_LIMIT // 2])
+                self._leave_out(self._due[WAITING_LIMIT // 2])  # neither the first, which is under way, nor the last
             self._changed.notify_all()
         return None
 
     def _leave_out(self, due: EvaluationDue) -> None:
         log.warning("The evaluation at arrival %d was left out: evaluations take longer than the time between them.", due.arrival)
         self._due.remove(due)
-        self.path(due).unlink(missing_ok=True)
+        self._remove_model(due)
+
+    def _remove_model(self, due: EvaluationDue) -> None:
+        if path := self._models.pop(due.arrival, None):
+            path.unlink(missing_ok=True)
 
     def _copy(self, due: EvaluationDue, tensors: Mapping[str, Tensor], leave: Callable[[], None]) -> None:
-        partial = self.path(due).with_suffix(".partial")
+        name, digest = f"arrival-{due.arrival:08d}", xxhash.xxh3_128()
+        partial = self.folder / f"{name}.partial"
         try:
             with partial.open("wb", buffering=0) as file:
-                write(file, self._layout, tensors)
-            partial.rename(self.path(due))
+                write(file, self._layout, tensors, hashed=digest)
+            self._models[due.arrival] = partial.rename(self.folder / f"{name}.{digest.hexdigest()}.safetensors")
         except OSError as error:
             partial.unlink(missing_ok=True)
             log.warning("The evaluation at arrival %d was left out: its model could not be written (%s).", due.arrival, error)
         finally:
             leave()
+            with self._changed:
+                self._changed.notify_all()
 
     @contextmanager
     def held(self) -> Iterator[tuple[EvaluationDue, ...]]:
@@ -145,31 +165,86 @@ class Evaluations:
 
     # ---- after a restart
 
-    def take_up(self, due: Iterable[EvaluationDue], earlier: Iterable[EvaluationRecord]) -> list[EvaluationRecord]:
-        """Goes on with what a checkpoint says is due. `earlier`: lines that were written after it. Returns those that stay."""
+    def take_up(
+        self, due: Iterable[EvaluationDue], earlier: Iterable[EvaluationRecord], arrival: int, tensors: Mapping[str, Tensor]
+    ) -> list[EvaluationRecord]:
+        """Goes on with what is due at a checkpoint, of which these are the arrival and the tensors. `earlier`: lines that were
+        written after it. Returns those that stay."""
         self._earlier = {record.arrival: record for record in earlier}
         kept = []
         for each in due:
-            self._last_added = each.arrival
-            if (record := self._earlier.pop(each.arrival, None)) and each.matches(record):
-                kept.append(record)
-            elif self.path(each).is_file():
+            if (record := self._earlier.get(each.arrival)) and each.matches(record):
+                self._last_added = each.arrival
+                kept.append(self._earlier.pop(each.arrival))
+            elif path := self._intact_model(each):
+                self._last_added = each.arrival
+                self._models[each.arrival] = path
                 self._due.append(each)
+            elif each.arrival == arrival:
+                self.add(each, tensors)
             else:
                 log.warning("The evaluation at arrival %d was left out: its model is gone.", each.arrival)
         return kept
 
-    def is_possible(self, due: EvaluationDue) -> bool:
-        return self.path(due).is_file()
+    def _intact_model(self, due: EvaluationDue) -> Path | None:
+        paths = self.folder.glob(f"arrival-{due.arrival:08d}.*.safetensors")
+        return next((path for path in paths if file_digest(path) == path.name.split(".")[1]), None)
+
+    def is_possible(self, due: EvaluationDue, arrival: int) -> bool:
+        """Whether it can be evaluated after a restart from the checkpoint at this arrival."""
+        return due.arrival == arrival or self._intact_model(due) is not None
 
     def start(self) -> None:
         """Begins to evaluate. Until then evaluations are only collected."""
-        still_due = {self.path(due) for due in self._due}
+        for copying in self._copies.values():
+            copying.join()
+        still_due = set(self._models.values())
         for path in self.folder.iterdir():
             if path not in still_due and path.suffix in (".safetensors", ".partial"):
                 path.unlink(missing_ok=True)
         self._earlier = {}
         self._thread.start()
+
+    # ---- evaluations by machines
+
+    def lend(self, machine: str) -> tuple[EvaluationDue, str] | None:
+        """Leaves the first model to a machine. Returns it with the digest of its file; None if there is none for this machine."""
+        with self._changed:
+            if not self._due or self._is_over or self._is_evaluating or (self._is_lent() and self._lent_to != machine):
+                return None
+            due = self._due[0]
+            path = self._models.get(due.arrival)
+            if path is None:
+                return None
+            if not self._is_lent():
+                self._lent_to, self._lent_until_s = machine, time.monotonic() + LENT_LIMIT_S
+            return due, path.name.split(".")[1]
+
+    def _is_lent(self) -> bool:
+        return self._lent_to is not None and time.monotonic() < self._lent_until_s and self.is_left_to(self._lent_to)
+
+    def lent_model(self, machine: str, arrival: int) -> Path | None:
+        with self._changed:
+            return self._models.get(arrival) if self._is_lent_now(machine, arrival) else None
+
+    def take_in(self, machine: str, arrival: int, scores: Scores) -> None:
+        """Records what a machine found. If the evaluation was not, or is no longer, left to it, nothing happens."""
+        with self._changed:
+            if self._is_lent_now(machine, arrival):
+                self._finish(self._due[0], scores, machine)
+
+    def _is_lent_now(self, machine: str, arrival: int) -> bool:
+        return self._lent_to == machine and bool(self._due) and self._due[0].arrival == arrival and not self._is_evaluating
+
+    def _finish(self, due: EvaluationDue, scores: Scores | None, machine: str = "") -> None:
+        self._lent_to = None
+        if due in self._due:
+            self._due.remove(due)
+            if scores is not None:
+                self._record_line(due, scores, machine)
+        self._copies.pop(due.arrival, None)
+        self._remove_model(due)
+        self._changed.notify_all()
 
     # ---- the thread
 
@@ -177,40 +252,39 @@ class Evaluations:
         while (due := self._next()) is not None:
             scores = self._score(due)
             with self._changed:
+                self._is_evaluating = False
                 if self._is_over:
                     return
-                if due in self._due:
-                    self._due.remove(due)
-                    if scores is not None:
-                        self._record_line(due, scores)
-                self._copies.pop(due.arrival, None)
-                self._changed.notify_all()
-            self.path(due).unlink(missing_ok=True)
+                self._finish(due, scores)
 
     def _next(self) -> EvaluationDue | None:
+        """The next evaluation that is not left to a machine. None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._due or self._is_over)
-            if self._is_over:
-                return None
-            due = self._due[0]
-            copying = self._copies.get(due.arrival)
-        if copying is not None:
-            copying.join()
-        return due
+            while not self._is_over:
+                if self._due and self._is_copied(self._due[0]) and not self._is_lent() and not self.is_left_to(None):
+                    self._is_evaluating = True
+                    return self._due[0]
+                self._changed.wait(LOOK_EVERY_S if self._due else None)
+        return None
+
+    def _is_copied(self, due: EvaluationDue) -> bool:
+        copying = self._copies.get(due.arrival)
+        return copying is None or not copying.is_alive() or due.arrival in self._models
 
     def _score(self, due: EvaluationDue) -> Scores | None:
-        if not self.path(due).is_file():
+        path = self._models.get(due.arrival)
+        if path is None:
             return None
         try:
-            return self._scorer(self.path(due))
+            return self._scorer(path)
         except Exception as error:  # a task is the user's own code
             if not self._is_over:
                 log.warning("The evaluation at arrival %d failed: %s", due.arrival, error)
             return None
 
-    def _record_line(self, due: EvaluationDue, scores: Scores) -> None:
+    def _record_line(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
         try:
-            self._record(due, scores)
+            self._record(due, scores, machine)
         except OSError as error:
             log.warning("The evaluation at arrival %d was left out: its line could not be written (%s).", due.arrival, error)
 

@@ -1,0 +1,49 @@
+"""All that is used of Ray beyond its documentation, with the reason for each. Measured with Ray 2.60, which is why its version is
+pinned. `tests/test_ray_internals.py` fails when a new version has other names.
+"""
+
+import importlib
+import os
+import re
+from typing import Any
+
+KEEPALIVE = {
+    # Under Ray's defaults a call hung for two minutes after a network cut of 40 s.
+    "RAY_grpc_keepalive_time_ms": "10000", "RAY_grpc_keepalive_timeout_ms": "20000",
+    "RAY_health_check_failure_threshold": "30",
+}  # fmt: skip
+PINGS = {"RAY_grpc_client_keepalive_time_ms": "10000", "RAY_grpc_client_keepalive_timeout_ms": "20000"}
+"""Only for a Ray that we start: the processes of another Ray close connections with such frequent pings."""
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # otherwise a call without a connection starts another Ray
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise every shutdown takes up to 30 s
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may still use one
+}
+LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. It does not do so on a system on which
+it believes that there can be no cluster."""
+
+
+def is_node_here() -> bool:
+    """Whether this machine is a node of a Ray cluster. `ray.init` would say so only after a minute."""
+    services: Any = importlib.import_module("ray._private.services")
+    return bool(services.find_node_ids())
+
+
+def silence_deaths() -> None:
+    """Otherwise Ray prints a line for every process of ours that dies."""
+    logging: Any = importlib.import_module("ray._private.ray_logging")
+    logging.stdout_deduplicator.skip_re = re.compile("")
+
+
+def reread_settings() -> None:
+    """Makes Ray follow the environment as it is now. It reads some of its settings only once, when it is imported, and a process
+    may join one cluster after the other."""
+    core: Any = importlib.import_module("ray._raylet")
+    core.Config.initialize("")
+    core.AuthenticationTokenLoader.instance().reset_cache()
+    constants: Any = importlib.import_module("ray._private.ray_constants")
+    constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") != "0"
+    hook: Any = importlib.import_module("ray._private.auto_init_hook")
+    hook.enable_auto_connect = os.environ.get("RAY_ENABLE_AUTO_CONNECT") != "0"
