@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from heloco.cluster.protocol.messages import Assignment, EvaluationJob, EvaluationResult
+from heloco.cluster.protocol.messages import Assignment, EvaluationJob, EvaluationResult, Wait
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.open_run import new_run, old_run
 from heloco.cluster.server.replay import replay
@@ -37,7 +37,7 @@ class TwoBlocks(nn.Module):
 
 
 def scores_of(model: nn.Module) -> dict[str, dict[str, float]]:
-    return {"all": {"loss": float(sum(p.double().sum() for p in model.parameters()))}}
+    return {"all": {"loss": sum(p.detach().double().sum().item() for p in model.parameters())}}
 
 
 def task(evaluate: Callable[[nn.Module], Any] = scores_of) -> DatasetTask:
@@ -287,13 +287,14 @@ def test_a_machine_that_offers_it_evaluates_instead_of_the_synchronizer(tmp_path
     service.state.run.finish_evaluations()
     hand, answer = offered(service, "gpu")
     assert isinstance(answer, Assignment)  # nothing is due
-    hand.abandon()
-    contribute(service, 2)
+    for seed in range(2):
+        hand.take()
+        hand.hand_in(delta(seed))
     service.state.run.readers.wait()
     job = service.next(hand.ticket, evaluates=True)
     assert isinstance(job, EvaluationJob) and job.arrival == 2 and service.next(hand.ticket, evaluates=True) == job
     other, answer = offered(service, "other")
-    assert isinstance(answer, Assignment)  # one machine at a time
+    assert isinstance(answer, Wait)  # one machine at a time
     other.leave()
     layout = service.state.run.start_layout
     model = TwoBlocks()
@@ -320,8 +321,9 @@ def test_the_synchronizer_evaluates_if_the_machine_leaves(tmp_path, undisturbed)
     service = served(folder, task())
     service.state.run.finish_evaluations()
     hand, _ = offered(service, "gpu")
-    hand.abandon()
-    contribute(service, 2)
+    for seed in range(2):
+        hand.take()
+        hand.hand_in(delta(seed))
     service.state.run.readers.wait()
     assert isinstance(service.next(hand.ticket, evaluates=True), EvaluationJob)
     hand.leave()

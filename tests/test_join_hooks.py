@@ -409,10 +409,10 @@ def test_ctrl_c_ends_a_wait_in_the_hook(serve):
     class Away(LocalLink):
         asked = 0
 
-        def next_round(self, ticket: Ticket, wait_s: float) -> RoundAnswer:
+        def next_round(self, ticket: Ticket, wait_s: float, **options: Any) -> RoundAnswer:
             self.asked += 1
             if self.asked == 1:
-                return super().next_round(ticket, wait_s)
+                return super().next_round(ticket, wait_s, **options)
             if self.asked == 3:
                 signal.raise_signal(signal.SIGINT)
             raise LinkDown("It does not answer.")

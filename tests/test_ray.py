@@ -31,7 +31,8 @@ from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
-from heloco.cluster.ray.ray_cluster import _PINGS, Tls, _settings, _translate, check_versions, require_ray
+from heloco.cluster.ray.ray_cluster import Tls, _settings, _translate, check_versions, require_ray
+from heloco.cluster.ray.ray_internals import PINGS
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
 from heloco.cluster.server.replay import replay
@@ -328,7 +329,7 @@ def test_rays_own_settings_for_tls_are_found(monkeypatch):
 
 def test_in_another_s_ray_nobody_pings_more_often_than_it_allows():
     """Four workers in four minutes were lost to "too_many_pings" in a cluster that `ray start` had made."""
-    assert not set(_PINGS) & set(_settings(token="t", tls=None, loopback=False))
+    assert not set(PINGS) & set(_settings(token="t", tls=None, loopback=False))
 
 
 def test_beyond_loopback_there_must_be_tls():
