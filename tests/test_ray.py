@@ -468,6 +468,7 @@ def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, 
     """In a process of its own: this one is connected to another Ray."""
     command = [sys.executable, __file__, process, str(tmp_path / "run")]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    bare["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
     assert done.returncode == 0, done.stdout + done.stderr
     check_exact(tmp_path / "run", 100)

@@ -146,7 +146,7 @@ class SynchronizerActor:
         """From a machine that waits for a transfer, so that it does not count as lost."""
         return reply_to(lambda: self.service.state.note_transfer(machine))
 
-    def next_round(self, ticket: Ticket, wait_s: float, evaluates: bool) -> Reply:
+    def next_round(self, ticket: Ticket, wait_s: float, evaluates: bool = False) -> Reply:
         return reply_to(lambda: wait_for_round(self.service, ticket, wait_s, evaluates))
 
     # ---- tensors
