@@ -177,7 +177,7 @@ def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) 
     full = """
         import heloco.cluster.server.process as process, errno
         def full(*_): raise OSError(errno.ENOSPC, "No space left on device")
-        process.give_memory_back = full
+        process.raise_descriptor_limit = full
     """
     done = heloco_with(textwrap.dedent(full), *NEW, tmp_path / "run")
     assert done.returncode == 1 and "No space left on device" in done.stderr and AGAIN not in done.stdout

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heloco.buffers import mix
 from heloco.outer.kernels.portable import pieces
+from heloco.outer.kernels.windows import Release
 
 
 class Barrier:
@@ -23,6 +24,7 @@ class Barrier:
         pseudo_gradient: Sequence[Tensor],
         weights: Sequence[float],
         buffers: Sequence[Tensor],
+        release: Release | None = None,
     ) -> None:
         """Adds the tensors of the worker that was appended last: each block with its own weight, in float32 or wider."""
         if not self.sums:
@@ -35,6 +37,8 @@ class Barrier:
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
             for part, of_delta in pieces(total, delta.to(total.device)):
                 part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
+            if release is not None:
+                release(delta.data_ptr(), delta.nbytes)
 
     def open(self) -> None:
         self.workers, self.sums, self.buffers = [], [], []

@@ -6,9 +6,12 @@ restart continues from what is on the disk.
 """
 
 import contextlib
+import ctypes
 import errno
 import hashlib
+import mmap
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +76,13 @@ def drop_cached_pages(file: int) -> None:
     After a failed fsync the cache may hold pages that never reached the disk and are marked as written."""
     with contextlib.suppress(AttributeError, OSError):  # not on every system and file system
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def drop_mapped_pages(address: int, size: int) -> None:
+    """Gives back whole pages of a mapping from a file or from Ray's store. Only for memory that was read and not written."""
+    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if sys.platform == "linux" and first < last:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def file_digest(path: Path) -> str:

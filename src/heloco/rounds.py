@@ -6,6 +6,7 @@ from torch import Tensor
 
 from heloco.ledger import Span
 from heloco.outer import Outcome
+from heloco.outer.kernels.windows import Release
 from heloco.verdicts import Code as Code
 from heloco.verdicts import Verdict as Verdict
 
@@ -49,6 +50,8 @@ class Contribution:
     units: int = 0
     """Tokens or examples, whichever the task counts."""
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
+    release: Release | None = field(default=None, repr=False)
+    """Gives back what was read of tensors in a mapped file."""
 
 
 NOT_FINITE = "the pseudo-gradient has no finite norm"

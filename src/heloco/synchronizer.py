@@ -21,6 +21,7 @@ from heloco.buffers import are_usable, distances, largest, mix, shorten
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
+from heloco.outer.kernels.windows import Release
 from heloco.policy import Choose, Drop, Judgement, NormGuard, NormHistory, Standing, Weight
 from heloco.policy.norms import KEPT
 from heloco.rounds import NOT_FINITE, Arrival, Code, Contribution, Round, Verdict
@@ -232,7 +233,7 @@ class Synchronizer:
         if self.outer is not None and decision == "apply":
             ruling = self._guarded_step(contribution, held, weight)
         elif self.outer is not None:
-            self._step(contribution.pseudo_gradient, 0.0)
+            self._step(contribution.pseudo_gradient, 0.0, release=contribution.release)
         self.outer_step += 1
         return ruling
 
@@ -245,7 +246,7 @@ class Synchronizer:
             judgements = self._judge(contribution, held, squares)
             return judgements.blocks.scales
 
-        self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None)
+        self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None, contribution.release)
         self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
         return judgements.ruling("applied")
 
@@ -286,10 +287,16 @@ class Synchronizer:
             return _Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
         return None
 
-    def _step(self, pseudo_gradient: Sequence[Tensor], weight: float, scale: ScaleBlocks | None = None) -> None:
+    def _step(
+        self,
+        pseudo_gradient: Sequence[Tensor],
+        weight: float,
+        scale: ScaleBlocks | None = None,
+        release: Release | None = None,
+    ) -> None:
         """One outer step. Raises `NotFinite` without any change if the pseudo-gradient is not finite."""
         assert self.outer is not None
-        self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient, scale=scale)
+        self.outer.step(weight=weight, pseudo_gradients=pseudo_gradient, scale=scale, release=release)
         self._start = None
 
     def _mix_buffers(self, worker_buffers: Sequence[Tensor], share: float) -> None:
@@ -302,7 +309,7 @@ class Synchronizer:
         """Adds ρΔ to the sum. With the last worker's contribution, makes the outer step."""
         judgements = _Judgements()
         if self.outer is not None:
-            squares = self.outer.squares(contribution.pseudo_gradient)
+            squares = self.outer.squares(contribution.pseudo_gradient, contribution.release)
             if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
@@ -311,7 +318,7 @@ class Synchronizer:
         if self.outer is not None:
             weights = [weight * scale for scale in judgements.blocks.scales] or [weight] * len(self.parameters)
             buffers = judgements.buffers_of(contribution, self.buffers)
-            self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers)
+            self._barrier.add(self.parameters, contribution.pseudo_gradient, weights, buffers, contribution.release)
         if len(self._barrier.workers) < self.workers:
             return judgements.ruling("gathered")
         if self.outer is not None:

@@ -63,7 +63,11 @@ class DelayedNesterov(OuterOptimizer, knobs=DelayKnobs):
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
         tensors = zip(blocks.parameters, blocks.momenta, blocks.pseudo_gradients, strict=True)
         settings = zip(blocks.states, [self.param_groups[i] for i in blocks.group_of], blocks.a.tolist(), strict=True)
-        turns = [self._move(*block, *setting) for block, setting in zip(tensors, settings, strict=True)]
+        turns = []
+        for block, setting in zip(tensors, settings, strict=True):
+            turns.append(self._move(*block, *setting))
+            if blocks.release is not None:
+                blocks.release(block[2].data_ptr(), block[2].nbytes)
         # η‖G/N + share·μm‖ from the sums with the momentum as it is now
         uu, mm, um = (block_kernels.statistics() if any(turn for turn, _ in turns) else blocks.sums).T
         lr, mu = blocks.coefficients[:2]

@@ -51,6 +51,8 @@ class FunctionRule(OuterOptimizer):
             yield float((result[0].double() - theta.double()).norm())
             theta.copy_(result[0])
             m.copy_(result[1])
+            if blocks.release is not None:
+                blocks.release(delta.data_ptr(), delta.nbytes)
 
     def _check_result(self, result: Any, theta: Tensor) -> None:
         is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)

@@ -16,6 +16,7 @@ from torch.optim.sgd import sgd
 from .constants import MomentumKnobs
 from .kernels import BlockKernels
 from .kernels.native import PLAIN
+from .kernels.windows import groups
 from .optimizer import Blocks, OuterOptimizer, momentum_step_lengths
 
 
@@ -50,10 +51,14 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
         super().__init__(params, knobs, fused=fused)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
-        if block_kernels.is_homogeneous and len(self.param_groups) == 1:
-            self._sgd(blocks, self.param_groups[0], contiguous=True)
-        else:
-            self._by_kind(blocks)
+        for part in [blocks] if blocks.release is None else map(blocks.pick, groups(blocks.pseudo_gradients)):
+            if block_kernels.is_homogeneous and len(self.param_groups) == 1:
+                self._sgd(part, self.param_groups[0], contiguous=True)
+            else:
+                self._by_kind(part)
+            if blocks.release is not None:
+                for delta in part.pseudo_gradients:
+                    blocks.release(delta.data_ptr(), delta.nbytes)
         return momentum_step_lengths(blocks)
 
     def _by_kind(self, blocks: Blocks) -> None:

@@ -20,6 +20,7 @@ from . import kernels
 from .correction import Outcome, combine_all
 from .kernels import Numbers
 from .kernels.coefficients import Coefficients, coefficients
+from .kernels.windows import Release
 from .masters import master_of, round_masters
 
 SLICE = 1 << 20
@@ -52,12 +53,14 @@ class Blocks:
     a: Numbers
     """G = a·Δ + b·m, the arrival weight included."""
     b: Numbers
+    release: Release | None = None
+    """Gives back what was read of pseudo-gradients in a mapped file."""
 
     def pick(self, indices: list[int]) -> "Blocks":
         p, m, u = ([column[i] for i in indices] for column in (self.parameters, self.momenta, self.pseudo_gradients))
         states, group_of = [self.states[i] for i in indices], [self.group_of[i] for i in indices]
         numbers = self.coefficients[:, indices], self.sums[indices], self.a[indices], self.b[indices]
-        return Blocks(p, m, u, states, group_of, *numbers)
+        return Blocks(p, m, u, states, group_of, *numbers, self.release)
 
 
 _plain_add_param_group = getattr(Optimizer.add_param_group, "__wrapped__", Optimizer.add_param_group)
@@ -151,6 +154,7 @@ class OuterOptimizer(Optimizer):
         weight: float = 1.0,
         pseudo_gradients: Sequence[Tensor] | None = None,
         scale: ScaleBlocks | None = None,
+        release: Release | None = None,
     ) -> None: ...
     @overload
     def step(
@@ -160,6 +164,7 @@ class OuterOptimizer(Optimizer):
         weight: float = 1.0,
         pseudo_gradients: Sequence[Tensor] | None = None,
         scale: ScaleBlocks | None = None,
+        release: Release | None = None,
     ) -> float: ...
 
     @torch.no_grad()
@@ -170,11 +175,13 @@ class OuterOptimizer(Optimizer):
         weight: float = 1.0,
         pseudo_gradients: Sequence[Tensor] | None = None,
         scale: ScaleBlocks | None = None,
+        release: Release | None = None,
     ) -> float | None:
         """One arrival. `weight` is ρ. Raises `NotFinite` and leaves everything as it was if a pseudo-gradient is not finite.
 
         `pseudo_gradients`, one for each parameter on whatever device and in whatever precision, take the place of `p.grad`.
         `scale` may scale blocks down: it is called with the sums that the step needs anyway, before anything is changed.
+        `release` gives back what was read of pseudo-gradients in a mapped file: see `kernels.windows`.
         """
         if not 0 <= weight < math.inf:
             raise ValueError(f"weight is {weight!r}: an arrival's weight must be a finite number ≥ 0.")
@@ -182,16 +189,22 @@ class OuterOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        blocks = self._blocks_with_grad() if pseudo_gradients is None else self._blocks_with(pseudo_gradients)
-        self._step(*blocks, weight, scale)
+        blocks = self._blocks_with_grad() if pseudo_gradients is None else self._blocks_with(pseudo_gradients, release)
+        self._step(*blocks, weight, scale, release)
         return loss
 
     def _step(
-        self, parameters: list[Tensor], deltas: list[Tensor], group_of: list[int], weight: float, scale: ScaleBlocks | None
+        self,
+        parameters: list[Tensor],
+        deltas: list[Tensor],
+        group_of: list[int],
+        weight: float,
+        scale: ScaleBlocks | None,
+        release: Release | None,
     ) -> None:
         thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
-        block_kernels = kernels.BlockKernels(thetas, momenta, deltas)
+        block_kernels = kernels.BlockKernels(thetas, momenta, deltas, release)
         of_groups = [self._coefficients(group, weight) for group in self.param_groups]
         sums = block_kernels.step(of_groups, group_of) if self.has_fused_step and scale is None else None
         if sums is None:
@@ -204,7 +217,8 @@ class OuterOptimizer(Optimizer):
         a, b, self.outcomes = combine_all(_scaled(sums, factors), of_blocks)
         a = a * factors if len(factors) else a  # G = a·sΔ + b·m
         states = [self.state[p] for p in parameters]
-        self.movements = self._apply(Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b), block_kernels)
+        blocks = Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b, release)
+        self.movements = self._apply(blocks, block_kernels)
         round_masters(parameters, thetas)
 
     @torch.no_grad()
@@ -213,11 +227,11 @@ class OuterOptimizer(Optimizer):
         return [theta.detach() for group in self.param_groups for theta in self._masters(group["params"])]
 
     @torch.no_grad()
-    def squares(self, pseudo_gradients: Sequence[Tensor]) -> Numbers:
+    def squares(self, pseudo_gradients: Sequence[Tensor], release: Release | None = None) -> Numbers:
         """Δ·Δ of each block, as a step would find it."""
-        _, deltas, _ = self._blocks_with(pseudo_gradients)
+        _, deltas, _ = self._blocks_with(pseudo_gradients, release)
         thetas = self.thetas()
-        squares: Numbers = kernels.BlockKernels(thetas, thetas, deltas).statistics()[:, 0]
+        squares: Numbers = kernels.BlockKernels(thetas, thetas, deltas, release).statistics()[:, 0]
         return squares
 
     @torch.no_grad()
@@ -238,14 +252,16 @@ class OuterOptimizer(Optimizer):
         blocks = [(p, u, i) for i, group in enumerate(self.param_groups) for p in group["params"] if (u := p.grad) is not None]
         return [p for p, _, _ in blocks], [u for _, u, _ in blocks], [i for _, _, i in blocks]
 
-    def _blocks_with(self, pseudo_gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    def _blocks_with(
+        self, pseudo_gradients: Sequence[Tensor], release: Release | None = None
+    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
         """All parameters, their pseudo-gradients, and the number of each one's group."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if list(map(_shape, parameters)) != list(map(_shape, pseudo_gradients)):
             raise ValueError("pseudo_gradients must be of the parameters' shapes, one for each parameter in their order.")
         deltas = list(pseudo_gradients)
         if list(map(_device, parameters)) != list(map(_device, deltas)):
-            deltas = [u.to(p.device) for u, p in zip(deltas, parameters, strict=True)]
+            deltas = [_moved(u, p.device, release) for u, p in zip(deltas, parameters, strict=True)]
         return parameters, deltas, [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
 
     @torch.no_grad()
@@ -303,6 +319,13 @@ def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
     s = np.array(factors)
     scaled: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
     return scaled
+
+
+def _moved(pseudo_gradient: Tensor, device: torch.device, release: Release | None) -> Tensor:
+    moved = pseudo_gradient.to(device)
+    if release is not None and moved is not pseudo_gradient:
+        release(pseudo_gradient.data_ptr(), pseudo_gradient.nbytes)
+    return moved
 
 
 def _momentum_dtype(p: Tensor) -> torch.dtype:

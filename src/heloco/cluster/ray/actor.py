@@ -30,9 +30,10 @@ from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, require_ray
 from heloco.cluster.server.local_link import wait_for_round
 from heloco.cluster.server.process import RunHost, ServeSpec
-from heloco.cluster.server.resident_memory import forget, memory_of
+from heloco.cluster.server.resident_memory import memory_of
 from heloco.cluster.server.service import Service
 from heloco.cluster.server.transfers import Upload
+from heloco.disk import drop_mapped_pages
 from heloco.errors import RunStopped, UserError
 from heloco.wire.layout import PIECE_BYTES, Layout
 
@@ -262,7 +263,7 @@ def _put(path: Path) -> list[Any]:
 
 
 def forget_array(mapped: npt.NDArray[np.uint8]) -> None:
-    forget(mapped.ctypes.data, mapped.nbytes)
+    drop_mapped_pages(mapped.ctypes.data, mapped.nbytes)
 
 
 def this_node() -> Any:

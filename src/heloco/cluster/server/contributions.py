@@ -14,7 +14,9 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import Upload, refuse_for_disk
+from heloco.disk import drop_mapped_pages
 from heloco.finite import all_finite
+from heloco.outer.kernels.windows import parts
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
 from heloco.wire.layout import map_tensors
@@ -72,7 +74,7 @@ class Contributions:
                     raise refuse_for_disk(error, upload.path) from error
                 except ValueError:  # the file is closed if the machine was evicted in the meantime
                     raise Refused(Code.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
-                if not all_finite(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)):
+                if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), drop_mapped_pages)):
                     self._refuse(ticket, key)
                 del tensors
                 return self._apply(ticket, key, report, upload)

@@ -22,7 +22,7 @@ from heloco.cluster.server.evaluation_queue import EvaluationDue, EvaluationQueu
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload
-from heloco.disk import file_digest
+from heloco.disk import drop_mapped_pages, file_digest
 from heloco.engine.local import Observer, is_due, score_fields
 from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
@@ -218,7 +218,7 @@ class JournaledRun:
         return Contribution(
             event.worker, event.round, event.version,
             blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), blocks.blocks_of(blocks.BUFFER, tensors),
-            event.loss, event.last_loss, event.samples, event.units,
+            event.loss, event.last_loss, event.samples, event.units, release=drop_mapped_pages,
         )  # fmt: skip
 
     def _arrive(self, event: Receive, contribution: Contribution, meanwhile: Callable[[], None]) -> Acknowledgement:

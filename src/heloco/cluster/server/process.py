@@ -15,7 +15,6 @@ from heloco.cluster.server.adopted_process import AdoptedProcess, adopt_or_start
 from heloco.cluster.server.descriptors import raise_descriptor_limit
 from heloco.cluster.server.housekeeping import Housekeeper
 from heloco.cluster.server.open_run import external_run, new_run, old_run
-from heloco.cluster.server.resident_memory import give_memory_back
 from heloco.cluster.server.service import Service
 from heloco.cluster.server.token_book import TokenBook
 from heloco.disk import write_atomically
@@ -139,7 +138,6 @@ class RunHost:
 
     @classmethod
     def open(cls, spec: ServeSpec, progress: Any = None) -> "RunHost":
-        give_memory_back()
         raise_descriptor_limit()
         return cls(open_service(spec, progress), spec.listen)
 

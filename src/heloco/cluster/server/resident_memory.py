@@ -1,4 +1,4 @@
-"""Keeps the memory of the synchronizer's process small: θ, m, and the pages of one mapped contribution that were read."""
+"""What a process holds in memory."""
 
 import contextlib
 import ctypes
@@ -7,17 +7,7 @@ import sys
 from pathlib import Path
 
 LINUX = sys.platform == "linux"
-M_MMAP_THRESHOLD = -3
 _libc = ctypes.CDLL(None) if LINUX else None
-
-
-def give_memory_back() -> None:
-    """Makes glibc return blocks of a megabyte and more to the system when they are freed. By
-    default it keeps them in the heap of each thread, and there are many threads: after 40 arrivals
-    of 60 MB the process held 2.7 GB."""
-    with contextlib.suppress(AttributeError):  # another C library
-        if _libc is not None:
-            _libc.mallopt(M_MMAP_THRESHOLD, 1 << 20)
 
 
 def return_free_memory() -> None:
@@ -25,13 +15,6 @@ def return_free_memory() -> None:
     with contextlib.suppress(AttributeError):
         if _libc is not None:
             _libc.malloc_trim(0)
-
-
-def forget(address: int, size: int) -> None:
-    """Drops whole pages of a mapping from a file or from Ray's store. Only for memory that was read and not written."""
-    first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    if _libc is not None and first < last:
-        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
 
 
 def resident_bytes() -> int:

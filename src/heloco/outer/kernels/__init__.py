@@ -14,6 +14,7 @@ from torch import Tensor
 from . import native, portable
 from .coefficients import Coefficients
 from .switch import compiled_kernels_wanted
+from .windows import Release
 
 Numbers = npt.NDArray[np.float64]
 on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go through gpu.py; Triton's interpreter has others
@@ -42,7 +43,14 @@ class BlockKernels:
     the processor's caches, and looking at hundreds of tensors again would take a good part of the time of a pass.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        pseudo_gradients: Sequence[Tensor],
+        release: Release | None = None,
+    ) -> None:
+        """`release`: the pseudo-gradients lie in a mapped file, and what was read of them is given back."""
         lists = (parameters, momenta, pseudo_gradients)
         self.is_homogeneous = all(map(are_homogeneous, lists))
         """Whether the first block speaks for all, as far as kernels are concerned."""
@@ -53,9 +61,9 @@ class BlockKernels:
                 break
         every = slice(None)
         self._parts: list[tuple[Any, list[int] | slice]] = [
-            (kernels.BlockKernels(*lists), every)
+            (kernels.BlockKernels(*lists, release), every)
             if len(served) == 1
-            else (kernels.BlockKernels(*(_pick(x, indices) for x in lists)), indices)
+            else (kernels.BlockKernels(*(_pick(x, indices) for x in lists), release), indices)
             for (kernels, _), indices in served.items()
         ]
         self._count = len(momenta)

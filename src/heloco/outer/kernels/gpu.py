@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .coefficients import NAMES, Coefficients, coefficients, place
 from .native import PLAIN
+from .windows import Release
 
 CHUNK = 4096  # elements a program takes at once: 16 for each of its threads, in loads of 16 bytes
 WARPS = 8
@@ -217,7 +218,13 @@ def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
 class BlockKernels:
     """Both passes, or the whole step at once, over blocks on one GPU whose pseudo-gradients are of one dtype."""
 
-    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        pseudo_gradients: Sequence[Tensor],
+        release: Release | None = None,  # noqa: ARG002 - what is on a GPU lies in no file
+    ) -> None:
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
         self._blocks = len(momenta)
         self._device = momenta[0].device

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .order import Pieces
 from .switch import compiled_kernels_wanted
+from .windows import Release, windows
 
 NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 PAIRS = (
@@ -64,7 +65,14 @@ def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> bool
 class BlockKernels:
     """Both passes over blocks of one pair of dtypes, cut into pieces: of each its block, length and address."""
 
-    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        pseudo_gradients: Sequence[Tensor],
+        release: Release | None = None,
+    ) -> None:
+        self._release = release
         self._pieces = Pieces.of(tuple(map(Tensor.numel, momenta)))
         self._dtypes = momenta[0].dtype, pseudo_gradients[0].dtype
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
@@ -86,7 +94,11 @@ class BlockKernels:
         self._call("update", self._p, self._m, self._u, last=of_pieces)
 
     def _call(self, name: str, *addresses: npt.NDArray[np.int64], last: npt.NDArray[np.float64]) -> None:
-        arrays = (*addresses, self._pieces.length)
-        count = ctypes.c_int64(len(self._pieces.length))
-        pointers = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
-        getattr(_library, _function(name, *self._dtypes))(*pointers, count, ctypes.c_void_p(last.ctypes.data))
+        kernel = getattr(_library, _function(name, *self._dtypes))
+        for window in windows(self._pieces.length) if self._release is not None else (slice(None),):
+            arrays = [array[window] for array in (*addresses, self._pieces.length)]
+            pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+            kernel(*pointers, ctypes.c_int64(len(arrays[-1])), ctypes.c_void_p(last[window].ctypes.data))
+            if self._release is not None:
+                first, end = self._u[window][0], self._u[window][-1] + self._pieces.length[window][-1] * self._dtypes[1].itemsize
+                self._release(int(first), int(end - first))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .native import PLAIN
 from .order import LANES, PIECE, ROWS, Pieces
+from .windows import Release
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -77,8 +78,15 @@ def _sums_elsewhere(momentum: Tensor, pseudo_gradient: Tensor) -> Tensor:
 class BlockKernels:
     """Both passes over blocks of any kind on one device, all of them in order or none."""
 
-    def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], pseudo_gradients: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        momenta: Sequence[Tensor],
+        pseudo_gradients: Sequence[Tensor],
+        release: Release | None = None,
+    ) -> None:
         self._blocks = list(zip(parameters, momenta, pseudo_gradients, strict=True))
+        self._release = release
 
     @np.errstate(all="ignore")  # what is not finite shows in the sums
     def statistics(self) -> npt.NDArray[np.float64]:
@@ -87,13 +95,19 @@ class BlockKernels:
             return np.array(torch.stack([_sums_elsewhere(m, u) for _, m, u in self._blocks]).tolist())
         whole = Pieces.of(tuple(m.numel() for _, m, _ in self._blocks))
         adder = _Adder()
-        return whole.add(np.array([row for _, m, u in self._blocks for row in adder.sums(m, u)]))
+        return whole.add(np.array([row for _, m, u in self._blocks for row in self._released(u, adder.sums(m, u))]))
+
+    def _released(self, u: Tensor, sums: list[list[float]]) -> list[list[float]]:
+        if self._release is not None:
+            self._release(u.data_ptr(), u.nbytes)
+        return sums
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
         for block, rule in zip(self._blocks, np.asarray(rules).tolist(), strict=True):
             for p, m, u in pieces(*block):
                 _update_piece(p, m, u, *rule)
+            self._released(block[2], [])
 
 
 def _update_piece(p: Tensor, m: Tensor, u: Tensor, a: float, b: float, lr: float, mu: float, gain: float) -> None:

@@ -1,0 +1,41 @@
+"""A pseudo-gradient that lies in a mapped file is read window by window, and the pages of each are released: a step then needs
+memory for θ, m and one window, however large the model is."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+WINDOW = 1 << 22
+"""Elements of a window."""
+Release = Callable[[int, int], None]
+"""Gives the memory at an address back, so many bytes. Reading there again brings the same content."""
+
+
+def parts(tensors: Iterable[Tensor], release: Release | None) -> Iterator[Tensor]:
+    """The tensors, cut into flat parts of at most a window, each of which is released when the next is asked for. Without
+    `release` the tensors themselves."""
+    for tensor in tensors:
+        if release is None or not tensor.is_contiguous():
+            yield tensor
+            continue
+        for part in torch.split(tensor.view(-1), WINDOW):
+            yield part
+            release(part.data_ptr(), part.nbytes)
+
+
+def windows(lengths: npt.NDArray[np.int64]) -> Iterator[slice]:
+    """Pieces of these lengths, in groups of about a window."""
+    number = np.cumsum(lengths) // WINDOW
+    edges = np.flatnonzero(np.diff(number)) + 1
+    for first, last in pairwise([0, *edges.tolist(), len(lengths)]):
+        yield slice(first, last)
+
+
+def groups(tensors: list[Tensor]) -> Iterator[list[int]]:
+    """The numbers of tensors, in groups of about a window; one that is larger is a group of its own."""
+    for window in windows(np.array([t.numel() for t in tensors], dtype=np.int64)):
+        yield list(range(window.start, window.stop))
