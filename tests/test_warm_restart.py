@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from faults.places import children_of, failing_fsync, is_alive
-from heloco.cluster.server.warm_restart import LONGEST_PAUSE_S, RESTART_LIMIT, START_AGAIN, RestartLimit, exit_code
-from heloco.cluster.server.warm_restart import reason_to_restart as reason
+from heloco.cli.warm_restart import LONGEST_PAUSE_S, RESTART_LIMIT, START_AGAIN, RestartLimit, exit_code
+from heloco.cli.warm_restart import reason_to_restart as reason
 from test_page_process import page_processes
 from test_serve import HERE, SMALL, Programs, Served, assert_whole, get, wait_until
 
@@ -40,9 +40,9 @@ def ended_with(code: int) -> int:
 
 
 def test_a_child_that_was_killed_or_asks_for_it_is_started_again() -> None:
-    assert reason(signal.SIGKILL) == "The synchronizer's process was killed by SIGKILL"
+    assert reason(signal.SIGKILL) == "was killed by SIGKILL"
     assert reason(signal.SIGSEGV | 0x80) and reason(40)  # with a core dump; a real-time signal
-    assert reason(ended_with(START_AGAIN)) == "The synchronizer stopped"
+    assert reason(ended_with(START_AGAIN)) == "stopped"
 
 
 def test_other_ends_are_final() -> None:
@@ -150,6 +150,42 @@ def test_parent_and_child_end_together(programs: Programs, tmp_path: Path) -> No
         assert not is_alive(child) and AGAIN not in done.out and not done.err
 
 
+# ---- a machine
+
+
+def test_a_machine_whose_process_is_killed_comes_back_as_the_same_machine(programs: Programs, tmp_path: Path) -> None:
+    served = programs.serve(tmp_path / "run", *SMALL, "--seats", "1", "--arrivals", "100000", "--patience", "1000")
+    machine = programs.join(served, "--name", "m")
+    wait_until(lambda: served.arrivals() >= 3, "three arrivals")
+    [before] = served.status()["machines"]
+    for kills in (1, 2):
+        [child] = children_of(machine.process.pid)
+        os.kill(child, signal.SIGKILL)
+        arrivals = served.arrivals()
+        wait_until(lambda arrivals=arrivals: served.arrivals() >= arrivals + 3, "three more")
+        [after] = served.status()["machines"]
+        assert after["machine"] == before["machine"] and children_of(machine.process.pid) != {child: ""}
+        said = machine.out.read_text()
+        assert said.count("The worker was killed by SIGKILL: it is started again, and comes back as the same machine.\n") == kills
+        assert said.count("Joined ") == kills + 1
+    [child] = children_of(machine.process.pid)
+    machine.signal(signal.SIGTERM)
+    done = machine.end()
+    assert done.code == 0 and "Left the run (stopped by SIGTERM)" in done.out and not is_alive(child), done
+    wait_until(lambda: not served.status()["machines"], "it has left")
+
+
+def test_a_machine_ends_with_its_parent(programs: Programs, tmp_path: Path) -> None:
+    served = programs.serve(tmp_path / "run", *SMALL, "--seats", "1", "--arrivals", "100000", "--patience", "1000")
+    machine = programs.join(served, "--name", "m")
+    wait_until(lambda: served.arrivals() >= 1, "an arrival")
+    [child] = children_of(machine.process.pid)
+    os.kill(child, signal.SIGSTOP)
+    machine.signal(signal.SIGKILL)
+    assert machine.end().code == -signal.SIGKILL
+    wait_until(lambda: not is_alive(child), "the child is gone", 5.0)
+
+
 # ---- when nothing helps, and before it serves
 
 
@@ -161,7 +197,7 @@ def heloco_with(patch: str, *arguments: str | Path) -> "subprocess.CompletedProc
 
 
 NEW = ("serve", *SMALL, "--seats", "1", "--arrivals", "9", *HERE, "--port", "0", "--out")
-IMPATIENT = "import heloco.cluster.server.warm_restart as warm; warm.SHORTEST_PAUSE_S = warm.LONGEST_PAUSE_S = 0.0"
+IMPATIENT = "import heloco.cli.warm_restart as warm; warm.SHORTEST_PAUSE_S = warm.LONGEST_PAUSE_S = 0.0"
 
 
 def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
@@ -170,7 +206,15 @@ def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, cache: Path
     done = heloco_with(f"{IMPATIENT}\n{dies}", *NEW, run)
     assert done.returncode == 2 and done.stdout.count(AGAIN) == RESTART_LIMIT, done
     sentence = f"{RESTART_LIMIT + 1} times without an arrival in between. What was done is kept: `heloco serve {run}` goes on.\n"
-    assert done.stderr.endswith(f"heloco: The synchronizer's process was killed by SIGABRT, {sentence}"), done.stderr
+    assert done.stderr.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), done.stderr
+
+
+def test_a_worker_that_always_dies_is_given_up(cache: Path) -> None:  # noqa: ARG001
+    dies = "import heloco.cli.join as joining, os; joining.train = lambda *_: os.abort()"
+    done = heloco_with(f"{IMPATIENT}\n{dies}", "join", "https://127.0.0.1:9")
+    assert done.returncode == 2 and done.stdout.count("it is started again") == RESTART_LIMIT, done
+    sentence = f"The worker was killed by SIGABRT, {RESTART_LIMIT + 1} times without a round in between.\n"
+    assert done.stderr.endswith(f"heloco: {sentence}"), done.stderr
 
 
 def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001

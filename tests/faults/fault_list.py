@@ -6,7 +6,7 @@ from dataclasses import dataclass
 KINDS = {
     "kill a worker": 5, "kill a worker at a point": 5, "kill the synchronizer": 2, "stop the synchronizer": 1, "cut": 4,
     "half-open": 2, "full disk": 1, "fail an fsync": 1, "damage a file": 1, "corrupt": 2, "double": 2, "replay": 2,
-    "stop a worker": 1, "kill heloco serve": 1,
+    "stop a worker": 1, "kill heloco serve": 1, "kill heloco join": 1,
 }  # fmt: skip
 """Kind -> relative frequency."""
 POINTS = ("fetch", "in a round", "hand in", "handed in")

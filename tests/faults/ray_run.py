@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from faults.fault_list import KINDS, Fault
-from faults.places import children_of, free_port
-from faults.run import AT_THE_PARENT, FaultRun
+from faults.places import children_of, free_port, send
+from faults.run import FaultRun
 
 RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1}
 STORE = 150_000_000
@@ -145,20 +146,28 @@ class RayFaultRun(FaultRun):
             return process_of(launcher, "raylet" if fault.worker % 2 else "gcs_server")
         if fault.kind == "kill the Ray node":
             return self.node.raylet
-        if fault.kind in AT_THE_PARENT:
+        if fault.kind in ("kill heloco serve", "damage a file"):
             return int(self.synchronizer.pid)
         number = self.number_of(fault)
+        if number < self.on_node.start:
+            return super().pid_of(fault)
         if number in self.processes:
             return int(self.processes[number].pid)
         raylet = process_of(launcher, "raylet")
         return next((pid for pid, command in children_of(raylet).items() if "OrderedActor" in command), 0)
+
+    def damage_after_a_kill(self, fault: Fault) -> None:
+        """Ray has no parent that waits: the whole `heloco serve` is killed, and started again after the damage."""
+        self.to_damage.append(hash(fault))
+        self.killed.add(pid := self.pid_of(fault))
+        send(signal.SIGKILL, pid)
 
     def children_that_must_end(self, parent: int) -> list[int]:  # noqa: ARG002
         """Ray's own processes notice by themselves, after a while, and nobody waits for that."""
         return []
 
     def number_of(self, fault: Fault) -> int:
-        if fault.kind in ("cut", "half-open"):
+        if fault.kind in ("cut", "half-open", "kill heloco join"):
             return fault.worker % self.on_node.start
         if fault.kind == "kill a Ray worker":
             return self.on_node.start + fault.worker % (len(self.on_node) + 1)

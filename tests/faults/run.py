@@ -7,8 +7,9 @@
 
 To be run in the folder tests.
 
-A synchronizer that dies is started again by its parent, as with `heloco serve`. All others are started again by the harness at
-once, as a service manager would: by time from nothing, as real processes are, else forked from one that has imported everything.
+A synchronizer or a worker over HTTPS that dies is started again by its parent, as with `heloco serve` and `heloco join`. Parents,
+and workers on Ray, are started again by the harness at once, as a service manager would: by time from nothing, as real processes
+are, else forked from one that has imported everything.
 With --minutes alone it goes on with new lists until the time is over.
 """
 
@@ -46,9 +47,8 @@ ORDERED = {
     "replay": ("handed in", "replay"),
 }  # fmt: skip
 """Faults that a worker carries out itself: kind -> (point, order)."""
-AT_THE_CHILD = ("kill the synchronizer", "stop the synchronizer")
-AT_THE_PARENT = ("kill heloco serve", "damage a file")
-"""Nobody may write to a folder that is damaged, so whoever starts the synchronizer again must be down, too."""
+AT_THE_CHILD = ("kill the synchronizer", "stop the synchronizer", "damage a file")
+"""Faults of the process that serves, and not of its parent."""
 
 
 class FaultRun:
@@ -178,8 +178,10 @@ class FaultRun:
         """Process id of the target of a fault; 0 if it does not run at the moment."""
         if fault.kind in AT_THE_CHILD:
             return int(self.status().get("pid", 0))
-        process = self.synchronizer if fault.kind in AT_THE_PARENT else self.processes[self.number_of(fault)]
-        return int(process.pid)
+        if fault.kind == "kill heloco serve":
+            return int(self.synchronizer.pid)
+        parent = int(self.processes[self.number_of(fault)].pid)
+        return parent if fault.kind == "kill heloco join" else next(iter(children_of(parent)), 0)
 
     def children_that_must_end(self, parent: int) -> list[int]:
         """Before a `heloco serve` that was killed is started again."""
@@ -216,14 +218,26 @@ class FaultRun:
         elif fault.kind == "fail an fsync":
             number_of_error = (errno.ENOSPC, errno.EDQUOT, errno.EIO)[fault.worker % 3]
             self.fsync_order.write_text(str(number_of_error))
+        elif fault.kind == "damage a file":
+            self.damage_after_a_kill(fault)
         else:
-            if fault.kind == "damage a file":
-                self.to_damage.append(hash(fault))
             self.killed.add(pid := self.pid_of(fault))
-            if fault.kind in AT_THE_PARENT:
+            if fault.kind == "kill heloco serve":
                 send(signal.SIGSTOP, pid)  # so that it starts no other child meanwhile
                 self.orphans = self.children_that_must_end(pid)
             send(signal.SIGKILL, pid)
+
+    def damage_after_a_kill(self, fault: Fault) -> None:
+        """Kills the synchronizer, and damages a file before its parent starts it again."""
+        parent = int(self.synchronizer.pid)
+        send(signal.SIGSTOP, parent)
+        self.killed.add(child := self.pid_of(fault))
+        send(signal.SIGKILL, child)
+        while is_alive(child):
+            time.sleep(0.001)
+        self.to_damage.append(hash(fault))
+        self.damage_files()
+        send(signal.SIGCONT, parent)
 
     # ---- from its beginning to its end
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from heloco.cli.warm_serve import SERVING_MODULES, may_pass
+from heloco.cli.warm_restart import START_AGAIN, WarmRestart, import_ahead
+from heloco.cli.warm_serve import SERVING, SERVING_MODULES, may_pass
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.server.process import ListenConfig, RunHost, ServeSpec
-from heloco.cluster.server.warm_restart import START_AGAIN, WarmRestart, import_ahead
 from heloco.errors import RunStopped, UserError
 
 import_ahead(SERVING_MODULES)
@@ -34,7 +34,7 @@ def serve(folder: str, config: str, port: int, state: str) -> None:
         print(f"synchronizer: {text}", file=sys.stderr, flush=True)
 
     try:
-        code = WarmRestart(serve_once, progress, remedy="It is started again.", tell=tell).run()
+        code = WarmRestart(serve_once, progress, SERVING, tell).run()
     except RunStopped as error:
         tell(str(error))
         code = 2

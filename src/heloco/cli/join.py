@@ -2,16 +2,20 @@
 
 import argparse
 import json
+import mmap
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from heloco.cli.addresses import add_address_flags, ask_once, link_from_flags
+from heloco.cli.addresses import add_address_flags, ask_once, link_from_flags, named_address
 from heloco.cli.flags import Parser
+from heloco.cli.warm_restart import CAN_RESTART, WarmRestart, Wording, import_ahead
 from heloco.errors import UserError
 
 PIPE_COLUMNS = 160
@@ -40,7 +44,32 @@ def add_status_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+TRAINING_MODULES = (
+    "heloco.cluster.client.worker", "heloco.cluster.gateway.https_link", "heloco.task.language", "heloco.task.hf", "httpx",
+    "encodings.idna", "numpy.ma", "numpy.random",
+)  # fmt: skip
+"""What training over HTTPS imports."""
+TRAINING = Wording("The worker", "it is started again, and comes back as the same machine", "a round")
+
+
 def join(parsed: argparse.Namespace) -> int:
+    """Trains in a child, which is started again if it is killed: for example because the machine's memory ran out."""
+    if not parsed.is_program or not CAN_RESTART or named_address(parsed).startswith("ray:"):
+        return train(parsed)
+    import_ahead(TRAINING_MODULES)
+    rounds = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the children
+
+    def count() -> None:
+        struct.pack_into("q", rounds, 0, done() + 1)
+
+    def done() -> int:
+        return int(struct.unpack_from("q", rounds, 0)[0])
+
+    return WarmRestart(lambda _: train(parsed, count), done, TRAINING).run()
+
+
+def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
+    """Joins the run and trains until it ends. `count` is called after each round."""
     if parsed.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
@@ -63,7 +92,7 @@ def join(parsed: argparse.Namespace) -> int:
         task, config = task_of(
             info, data=parsed.data, tokenizer=parsed.tokenizer, hf=parsed.hf, device=parsed.device, progress=progress
         )
-    worker = Worker(task, config, tell=lambda text: print(text, flush=True))
+    worker = Worker(task, config, tell=lambda text: print(text, flush=True), done=count)
 
     def stop(number: int, _: FrameType | None) -> None:
         if worker.stop_requested:  # second signal: stop at once

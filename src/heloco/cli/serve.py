@@ -42,8 +42,8 @@ def add_serve_flags(parser: Parser) -> None:
 
 
 def serve(parsed: argparse.Namespace) -> int:
+    from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
-    from heloco.cluster.server.warm_restart import CAN_RESTART
 
     local = parse_count(parsed.workers, "workers")
     previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from heloco.cli.flags import fail
 from heloco.cli.serve import ServingChild, SynchronizerFailed, carry_on
+from heloco.cli.warm_restart import START_AGAIN, WarmRestart, Wording, import_ahead
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -23,9 +24,11 @@ SERVING_MODULES = (
 """What serving a run imports. Those that are not installed are left out; the child says what it misses."""
 
 
+SERVING = Wording("The synchronizer", "it is started again from its journal", "an arrival")
+
+
 def serve_in_children(spec: "ServeSpec", local: int) -> int:
     """As `carry_on` does it, with `local` workers of this machine. Returns in the parent and in each child."""
-    from heloco.cluster.server.warm_restart import START_AGAIN, WarmRestart, import_ahead
     from heloco.records.run_files import TAPE
 
     import_ahead(SERVING_MODULES)
@@ -45,7 +48,8 @@ def serve_in_children(spec: "ServeSpec", local: int) -> int:
     def progress() -> int:
         return tape.stat().st_size if tape.exists() else 0
 
-    return WarmRestart(serve, progress, remedy=f"What was done is kept: `heloco serve {spec.folder}` goes on.").run()
+    wording = replace(SERVING, remedy=f"What was done is kept: `heloco serve {spec.folder}` goes on.")
+    return WarmRestart(serve, progress, wording).run()
 
 
 def for_restart(spec: "ServeSpec") -> "ServeSpec":

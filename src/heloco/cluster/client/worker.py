@@ -51,8 +51,11 @@ class Worker:
     With keep_state the optimizer's state stays in this process and never travels. It is used for a worker's next round only if
     this machine did the worker's last accepted one (`Assignment.keeps_state`); otherwise the round begins with a fresh state."""
 
-    def __init__(self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print) -> None:
-        self.tell = tell
+    def __init__(
+        self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print, done: Callable[[], Any] = lambda: None
+    ) -> None:
+        """`done` is called after each round that was handed in."""
+        self.tell, self.done = tell, done
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self._before_step
         self.keep_state = config.inner.keep_state
@@ -123,6 +126,7 @@ class Worker:
             if self.keep_state and ack.verdict != "refused":
                 self._optimizer_states[worker] = contribution.memory
             self.rounds += 1
+            self.done()
             return f"{name} was handed in and is {ack.verdict}"
         except Abandoned as reason:
             client.abandon(str(reason))

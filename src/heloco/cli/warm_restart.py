@@ -1,8 +1,8 @@
-"""Serves a run in a child process, and starts another one from the run's journal when it dies.
+"""Does a command's work in a child process, and starts another one when it dies: `heloco serve` and `heloco join`.
 
-Starting Python with torch from nothing takes seconds. So the parent imports everything that serving needs, does nothing else,
+Starting Python with torch from nothing takes seconds. So the parent imports everything that the work needs, does nothing else,
 and forks: a child that is killed is replaced by another fork within a fraction of a second. When the parent itself dies, its
-child dies at once, so that whoever starts the parent again finds the run's folder and its port free.
+child dies at once, so that whoever starts the parent again finds its files and its port free.
 
 Only on Linux: elsewhere a process cannot ask to be killed with its parent, and macOS's own libraries may crash after a fork.
 """
@@ -25,7 +25,7 @@ from heloco.errors import RunStopped
 START_AGAIN = 75
 """Exit code of a child that another start may help, because its disk failed for one. sysexits.h calls it EX_TEMPFAIL."""
 RESTART_LIMIT = 8
-"""Restarts in a row without a new arrival. After that many something is wrong for good."""
+"""Restarts in a row without progress. After that many something is wrong for good."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
 PAUSE_LOOK_S = 0.05
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -46,12 +46,12 @@ def import_ahead(modules: Iterable[str]) -> None:
 
 
 def reason_to_restart(status: int) -> str:
-    """Why a child that ended with this wait status is to be started again; empty where its end is final."""
+    """What happened to a child with this wait status that is to be started again; empty where its end is final."""
     code = os.waitstatus_to_exitcode(status)
     if code == START_AGAIN:
-        return "The synchronizer stopped"
+        return "stopped"
     if code < 0 and -code not in STOPPING:
-        return f"The synchronizer's process was killed by {_name(-code)}"
+        return f"was killed by {_name(-code)}"
     return ""
 
 
@@ -87,18 +87,24 @@ class RestartLimit:
 # ---- the parent
 
 
+@dataclass(frozen=True)
+class Wording:
+    """How a restart is described: `subject` was killed by SIGKILL: `again`."""
+
+    subject: str
+    again: str
+    progress: str
+    """What has not come when it is given up."""
+    remedy: str = ""
+
+
 class WarmRestart:
-    """`serve(is_restart)` returns an exit code, and runs in the child. `progress` grows with each arrival."""
+    """`work(is_restart)` returns an exit code, and runs in the child. `progress` grows when the work gets on."""
 
     def __init__(
-        self,
-        serve: Callable[[bool], int],
-        progress: Callable[[], int],
-        *,
-        remedy: str,
-        tell: Callable[[str], Any] = print,
+        self, work: Callable[[bool], int], progress: Callable[[], int], wording: Wording, tell: Callable[[str], Any] = print
     ) -> None:
-        self._serve, self._progress, self._remedy, self._tell = serve, progress, remedy, tell
+        self._work, self._progress, self._wording, self._tell = work, progress, wording, tell
         self._limit = RestartLimit()
         self._child = self._stopped_by = 0
 
@@ -106,16 +112,16 @@ class WarmRestart:
         """Returns twice: in the parent with the exit code of the last child, and in each child with its own."""
         before = {number: signal.signal(number, self._pass_on) for number in STOPPING}
         try:
-            return self._keep_serving()
+            return self._keep_working()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _keep_serving(self) -> int:
+    def _keep_working(self) -> int:
         is_restart = False
         while not self._stopped_by:
             if self._fork() == 0:
-                return self._serve(is_restart)
+                return self._work(is_restart)
             _, status = os.waitpid(self._child, 0)
             self._child = 0
             reason = reason_to_restart(status)
@@ -150,10 +156,11 @@ class WarmRestart:
                 os.kill(self._child, number)
 
     def _wait_or_give_up(self, reason: str) -> None:
-        pause_s = self._limit.pause_s(self._progress())
+        pause_s, wording = self._limit.pause_s(self._progress()), self._wording
         if pause_s is None:
-            raise RunStopped(f"{reason}, {self._limit.fruitless} times without an arrival in between. {self._remedy}")
-        self._tell(f"{reason}: it is started again from its journal{f' in {pause_s:g} s' if pause_s else ''}.")
+            vain = f"{self._limit.fruitless} times without {wording.progress} in between"
+            raise RunStopped(f"{wording.subject} {reason}, {vain}. {wording.remedy}".strip())
+        self._tell(f"{wording.subject} {reason}: {wording.again}{f' in {pause_s:g} s' if pause_s else ''}.")
         sys.stdout.flush()
         until = time.monotonic() + pause_s
         while not self._stopped_by and time.monotonic() < until:
