@@ -158,7 +158,6 @@ class FaultRun:
             self.start_synchronizer()
         for number, process in list(self.processes.items()):
             if not process.is_alive():
-                self.restarts["worker"] += 1
                 self.start_worker(number)
 
     def damage_files(self) -> None:
@@ -180,8 +179,13 @@ class FaultRun:
             return int(self.status().get("pid", 0))
         if fault.kind == "kill heloco serve":
             return int(self.synchronizer.pid)
-        parent = int(self.processes[self.number_of(fault)].pid)
-        return parent if fault.kind == "kill heloco join" else next(iter(children_of(parent)), 0)
+        number = self.number_of(fault)
+        return int(self.processes[number].pid) if fault.kind == "kill heloco join" else self.starts_of(number)[-1]
+
+    def starts_of(self, number: int) -> list[int]:
+        """The processes of a worker, one after the other; 0 before the first."""
+        path = self.folder / f"starts-{number}"
+        return [0, *map(int, path.read_text().split())] if path.exists() else [0]
 
     def children_that_must_end(self, parent: int) -> list[int]:
         """Before a `heloco serve` that was killed is started again."""
@@ -313,6 +317,7 @@ class FaultRun:
     def account(self, arrivals: int) -> dict[str, Any]:
         counted = account(self.run, self.folder, arrivals)
         damaged = dict(collections.Counter(self.damaged))
+        self.restarts["worker"] = sum(len(self.starts_of(number)) - 2 for number in range(self.workers))
         return {**counted, "faults": dict(self.struck), "restarts": dict(self.restarts), "damaged": damaged}
 
 

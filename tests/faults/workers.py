@@ -27,10 +27,12 @@ SENT_LIMIT = 3
 
 
 class Papers:
-    """A worker's files: one with its orders, and one for the acknowledgements that it gets."""
+    """A worker's files: its orders, the process of each of its starts, and the acknowledgements that it gets."""
 
     def __init__(self, folder: str, number: int) -> None:
         self.orders = Path(folder) / f"orders-{number}"
+        with (Path(folder) / f"starts-{number}").open("a") as starts:
+            starts.write(f"{os.getpid()}\n")
         self._acks = os.open(Path(folder) / f"acks-{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def order(self, point: str) -> str:
