@@ -17,7 +17,7 @@ from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server.process import ListenConfig, RunHost
 from heloco.errors import UserError
 from heloco.records.events import Part
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from small_cluster import delta, opened, report
 
 SETTINGS = {"arrivals": 1000, "beat_s": 0.2}

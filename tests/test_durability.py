@@ -18,7 +18,7 @@ from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server.replay import replay
 from heloco.disk import NotDurable
 from heloco.errors import UserError
-from heloco.records.journal import FOLDER, contribution_numbers, segments
+from heloco.records.journal_reader import FOLDER, contribution_numbers, segments
 from heloco.run import RunFolder
 from small_cluster import NO_DIGEST, Clock, Hand, delta, opened, report
 

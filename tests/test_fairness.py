@@ -13,7 +13,7 @@ from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.policy.deadlines import RoundDeadline, reference_pace
 from heloco.records.events import Abandon
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from heloco.wire.layout import Layout
 from small_cluster import NAMES, Clock, Hand, config, delta, model, opened
 

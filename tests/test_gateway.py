@@ -40,7 +40,7 @@ from heloco.cluster.server.service import Service
 from heloco.engine.build import build_task
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Event, Receive
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
 from heloco.wire.layout import Layout, pieces

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from heloco.cluster.protocol.messages import RoundKey
-from heloco.records.journal import FOLDER, segments
+from heloco.records.journal_reader import FOLDER, segments
 from test_gateway import NUMBERS, Machine, Serve, Served, serve, tiny  # noqa: F401
 
 COUNT = 10_000

@@ -35,7 +35,7 @@ from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run, new_run
 from heloco.cluster.server.service import Service
 from heloco.records.events import Abandon
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task.images import ImagesTask
 

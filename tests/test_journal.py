@@ -10,7 +10,8 @@ from conftest import fill_disk
 from heloco.errors import UserError
 from heloco.records import journal as journal_module
 from heloco.records.events import Abandon, Pause, Receive, Resume
-from heloco.records.journal import FOLDER, Journal, JournalDamaged, JournalTaken, contribution_numbers, read_events, segments
+from heloco.records.journal import Journal, JournalTaken
+from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_numbers, read_events, segments
 
 
 def pause(i):

@@ -12,7 +12,7 @@ from heloco.cluster.protocol.messages import Assignment
 from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Receive
-from heloco.records.journal import FOLDER, contribution_numbers, contribution_path, read_events, segments
+from heloco.records.journal_reader import FOLDER, contribution_numbers, contribution_path, read_events, segments
 from heloco.run import RunFolder, checkpoint
 from small_cluster import Clock, Hand, delta, opened
 

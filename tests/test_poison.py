@@ -8,7 +8,7 @@ from torch import Tensor
 
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.records.events import Receive
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from small_cluster import Clock, Hand, delta, opened
 
 ROUNDS = 12

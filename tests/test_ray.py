@@ -39,7 +39,7 @@ from heloco.cluster.server.replay import replay
 from heloco.cluster.server.resident_memory import memory_of
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Part
-from heloco.records.journal import read_events
+from heloco.records.journal_reader import read_events
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
 from heloco.wire.layout import Layout, pieces
 from ray_folder import beyond_loopback, family, listening

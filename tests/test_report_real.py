@@ -19,7 +19,8 @@ from heloco.cli.serve_view import machines_table
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server.process import ListenConfig, RunHost, spec_of
 from heloco.records.events import Dispatch, Pause, Resume
-from heloco.records.journal import Journal, read_events, segments
+from heloco.records.journal import Journal
+from heloco.records.journal_reader import read_events, segments
 from heloco.report import overview
 from heloco.report.charts import machine_charts, worker_charts
 from heloco.report.charts.chart import seat_groups

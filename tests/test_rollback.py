@@ -11,7 +11,7 @@ from heloco.cluster.server.open_run import rebuild
 from heloco.cluster.server.replay import replay
 from heloco.cluster.server.rollback import Rollback
 from heloco.errors import UserError
-from heloco.records.journal import FOLDER, segments
+from heloco.records.journal_reader import FOLDER, segments
 from heloco.run import RunFolder
 from small_cluster import Clock, Hand, delta, model, opened
 

@@ -230,3 +230,12 @@ def test_charts_know_nothing_of_pages_and_terminals(path):
 
 def test_the_probe_would_see_torch():
     assert loads_torch("import heloco; heloco.HeLoCo")
+
+
+def test_modules_and_functions_are_short_enough_to_be_read_at_once():
+    for path in MODULES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno - node.lineno < 50, f"{path}: {node.name}"

@@ -27,7 +27,7 @@ from heloco.cli.serve import outward_address, own_names, reachable
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.server.process import ListenConfig, ServeSpec
-from heloco.records.journal import FOLDER, segments
+from heloco.records.journal_reader import FOLDER, segments
 
 for part in ("uvicorn", "starlette", "httpx", "cryptography"):
     pytest.importorskip(part, reason=f"{part} is not installed")

@@ -16,7 +16,7 @@ from heloco.cluster.server import contributions as contributions_module
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.records.events import Pause, Resume
-from heloco.records.journal import FOLDER, contribution_numbers, read_events
+from heloco.records.journal_reader import FOLDER, contribution_numbers, read_events
 from heloco.wire.layout import Layout, pieces
 from small_cluster import NAMES, NO_DIGEST, Clock, Hand, config, delta, join_request, model, opened, report
 

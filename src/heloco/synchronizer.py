@@ -8,7 +8,7 @@ outer rule), the buffers, the rounds under way, and the ledger of the data. Its 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,57 +17,17 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.buffers import are_usable, distances, largest, mix, shorten
+from heloco.buffers import are_usable, distances, largest, mix
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.windows import Release
 from heloco.policy import Choose, Drop, Judgement, NormGuard, NormHistory, Standing, Weight
 from heloco.policy.norms import KEPT
-from heloco.rounds import NOT_FINITE, Arrival, Code, Contribution, Round, Verdict
+from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
+from heloco.rulings import Judgements, Ruling, TooLarge
 
 __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Verdict"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ruling:
-    """The verdict on a contribution: the part of an `Arrival` that is decided first."""
-
-    verdict: Verdict
-    code: Code = ""
-    reason: str = ""
-    clipped: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Judgements:
-    """The norm guard's judgements of a contribution: of its blocks, and of its buffers."""
-
-    blocks: Judgement = field(default_factory=Judgement)
-    buffers: Judgement = field(default_factory=Judgement)
-
-    @property
-    def sentence(self) -> str:
-        return self.blocks.sentence or self.buffers.sentence
-
-    def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The worker's buffers as far as they are trusted. If its Δ was an outlier, its buffers may be spoiled too: then ours."""
-        if self.blocks.sentence:
-            return ours
-        if not self.buffers.scales:
-            return contribution.buffers
-        return list(map(shorten, ours, contribution.buffers, self.buffers.scales))
-
-    def ruling(self, verdict: Verdict) -> _Ruling:
-        """The ruling on a contribution that is used, scaled down or unchanged."""
-        if not self.sentence:
-            return _Ruling(verdict)
-        clipped = min(self.blocks.smallest_scale, self.buffers.smallest_scale)
-        return _Ruling(verdict, "norm", f"{self.sentence}: clipped", clipped)
-
-
-class _TooLarge(Exception):
-    """The norm guard refuses the contribution. Only the guard's history has changed."""
 
 
 class Synchronizer:
@@ -201,7 +161,7 @@ class Synchronizer:
         own = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
         return own / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
 
-    def _refuse(self, held: Round, staleness: int, ruling: _Ruling) -> Arrival:
+    def _refuse(self, held: Round, staleness: int, ruling: Ruling) -> Arrival:
         self.abandon(held.worker)
         if ruling.code != "norm":  # refusals for size do not count towards the end of the run
             self.refused_in_a_row += 1
@@ -210,7 +170,7 @@ class Synchronizer:
             held.shard, held.spans, held.inner_steps, (held.worker,), ruling.code, ruling.reason,
         )  # fmt: skip
 
-    def _rule_on(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+    def _rule_on(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
         """Applies a contribution, or refuses it if its shapes are wrong, it is not finite, or it is far larger than usual."""
         if self.outer is not None and (mismatch := self._mismatch(contribution)):
             return mismatch
@@ -219,17 +179,17 @@ class Synchronizer:
                 return self._gather(contribution, held, weight)
             return self._apply(contribution, held, weight)
         except NotFinite:
-            return _Ruling("refused", "not-finite", NOT_FINITE)
-        except _TooLarge as error:
-            return _Ruling("refused", "norm", str(error))
+            return Ruling("refused", "not-finite", NOT_FINITE)
+        except TooLarge as error:
+            return Ruling("refused", "norm", str(error))
 
-    def _apply(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+    def _apply(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
         staleness = self.outer_step - held.version
         decision = self.drop(staleness)
         stale = f"staleness {staleness} is above {self.drop.above}"
         if decision == "skip":
-            return _Ruling("skipped", "stale", stale)
-        ruling = _Ruling("applied") if decision == "apply" else _Ruling("zeroed", "stale", stale)
+            return Ruling("skipped", "stale", stale)
+        ruling = Ruling("applied") if decision == "apply" else Ruling("zeroed", "stale", stale)
         if self.outer is not None and decision == "apply":
             ruling = self._guarded_step(contribution, held, weight)
         elif self.outer is not None:
@@ -237,9 +197,9 @@ class Synchronizer:
         self.outer_step += 1
         return ruling
 
-    def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+    def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
         """One outer step with the contribution, scaled down by the norm guard if necessary."""
-        judgements = _Judgements()
+        judgements = Judgements()
 
         def scale(squares: Numbers) -> Sequence[float]:
             nonlocal judgements
@@ -250,11 +210,11 @@ class Synchronizer:
         self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
         return judgements.ruling("applied")
 
-    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> _Judgements:
-        """The guard's judgement of a contribution by its sums Δ·Δ. Raises `_TooLarge` if it is refused."""
+    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> Judgements:
+        """The guard's judgement of a contribution by its sums Δ·Δ. Raises `TooLarge` if it is refused."""
         assert self.outer is not None
         participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
-        judgements = _Judgements(
+        judgements = Judgements(
             self.guard.judge(
                 self._norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
                 model_norm=self.outer.norm,
@@ -262,7 +222,7 @@ class Synchronizer:
             self._judge_buffers(contribution, held, participants),
         )  # fmt: skip
         if judgements.sentence and self.guard.policy == "refuse":
-            raise _TooLarge(judgements.sentence)
+            raise TooLarge(judgements.sentence)
         return judgements
 
     def _judge_buffers(self, contribution: Contribution, held: Round, participants: int) -> Judgement:
@@ -276,15 +236,15 @@ class Synchronizer:
             at_first=list(map(max, largest(self.buffers), minimum)),
         )  # fmt: skip
 
-    def _mismatch(self, contribution: Contribution) -> _Ruling | None:
+    def _mismatch(self, contribution: Contribution) -> Ruling | None:
         for ours, theirs, subject in (
             (self.parameters, contribution.pseudo_gradient, "pseudo-gradient does"),
             (self.buffers, contribution.buffers, "buffers do"),
         ):
             if list(map(_shape, ours)) != list(map(_shape, theirs)):
-                return _Ruling("refused", "shapes", f"the {subject} not have the model's shapes")
+                return Ruling("refused", "shapes", f"the {subject} not have the model's shapes")
         if not are_usable(self.buffers, contribution.buffers):
-            return _Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
+            return Ruling("refused", "buffers-not-finite", "the buffers hold NaN or Inf")
         return None
 
     def _step(
@@ -305,9 +265,9 @@ class Synchronizer:
 
     # ---- barrier (synchronous) mode
 
-    def _gather(self, contribution: Contribution, held: Round, weight: float) -> _Ruling:
+    def _gather(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
         """Adds ρΔ to the sum. With the last worker's contribution, makes the outer step."""
-        judgements = _Judgements()
+        judgements = Judgements()
         if self.outer is not None:
             squares = self.outer.squares(contribution.pseudo_gradient, contribution.release)
             if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):

@@ -31,7 +31,7 @@ from heloco.cluster.protocol.messages import ContributionReport, Right
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import Part
-from heloco.records.journal import FOLDER, read_events
+from heloco.records.journal_reader import FOLDER, read_events
 from heloco.wire.layout import Layout
 
 TINY = (

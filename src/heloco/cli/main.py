@@ -66,43 +66,13 @@ def parser() -> Parser:
         parser.set_defaults(command=command, parser=parser)
         return parser
 
-    parser = add("train", train, "Train one model with unequal workers under a virtual clock, on this machine.")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
-    parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
-    parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
-    add_log_flag(parser)
-    add_config_flags(parser)
-
-    parser = add("resume", resume, "Go on with a run that was stopped or killed.")
-    parser.add_argument("folder", type=Path, metavar="RUN")
-    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
-    add_log_flag(parser)
-
-    parser = add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text.")
-    parser.add_argument("folder", type=Path, metavar="RUN")
-    parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-    parser = add("export", export, "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads.")
-    parser.add_argument("folder", type=Path, metavar="RUN")
-    parser.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
-
-    parser = add("schedule", schedule, "Who would arrive when, without training.")
-    parser.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
-    parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
-    parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
-    parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
-    parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
-    parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
-    parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
-    parser.add_argument("--events", action="store_true", help="list every arrival")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-    parser = add("methods", methods, "The outer methods: equations and knobs.")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
+    add_train_flags(add("train", train, "Train one model with unequal workers under a virtual clock, on this machine."))
+    add_resume_flags(add("resume", resume, "Go on with a run that was stopped or killed."))
+    add_eval_flags(add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text."))
+    about = "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads."
+    add_export_flags(add("export", export, about))
+    add_schedule_flags(add("schedule", schedule, "Who would arrive when, without training."))
+    add_methods_flags(add("methods", methods, "The outer methods: equations and knobs."))
     add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
     add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
     add_status_flags(add("status", status, "How a run on real machines is doing."))
@@ -120,6 +90,49 @@ def parser() -> Parser:
     add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))
     add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
     return top
+
+
+def add_train_flags(parser: Parser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
+    parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
+    parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
+    add_log_flag(parser)
+    add_config_flags(parser)
+
+
+def add_resume_flags(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
+    add_log_flag(parser)
+
+
+def add_eval_flags(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_export_flags(parser: Parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
+    parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
+
+
+def add_schedule_flags(parser: Parser) -> None:
+    parser.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
+    parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
+    parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
+    parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
+    parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
+    parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
+    parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
+    parser.add_argument("--events", action="store_true", help="list every arrival")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_methods_flags(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 # ---- train and resume
@@ -170,7 +183,7 @@ def resume(parsed: argparse.Namespace) -> int:
 
     from heloco.engine.build import model_digest
     from heloco.engine.local import LocalRun
-    from heloco.records.journal import FOLDER as JOURNAL
+    from heloco.records.journal_reader import FOLDER as JOURNAL
     from heloco.records.run_files import CONFIG
     from heloco.run import RunFolder
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heloco.errors import UserError
-from heloco.records.journal import FOLDER as JOURNAL
-from heloco.records.journal import segment_name
+from heloco.records.journal_reader import FOLDER as JOURNAL
+from heloco.records.journal_reader import segment_name
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 
 if TYPE_CHECKING:

@@ -14,169 +14,37 @@ event were never promised to anybody, and are cut off. Damage before it is repor
 """
 
 import contextlib
-import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-from msgspec import Struct
 
 from heloco.disk import drop_cached_pages, file_digest, make_durable, make_folder_durable
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import Event, Receive
+from heloco.records.journal_reader import (
+    FOLDER,
+    SEAL_FIELD,
+    Header,
+    JournalDamaged,
+    Mark,
+    contribution_numbers,
+    contribution_path,
+    reaches,
+    read_events,
+    seal_of,
+    segment_name,
+    segments,
+)
 
-FOLDER = "journal"
 SEGMENT_BYTES = 4 << 20
 """When a segment has grown to this size, the next one is begun."""
-_SEAL_FIELD = b',"seal":"'
-_decode_event = msgspec.json.Decoder(Event).decode
-
-
-class Mark(Struct, frozen=True):
-    """A place in the journal: after event `number`, at byte `position`, with `seal` as the last seal."""
-
-    number: int = 0
-    position: int = 0
-    seal: str = ""
-
-
-class _Header(Struct, frozen=True, forbid_unknown_fields=True):
-    """A segment's first line: the place in the journal at which the segment begins."""
-
-    segment: Mark
-
-
-class JournalDamaged(UserError):
-    """A line differs from what was written. `last_good` is the place before it."""
-
-    def __init__(self, path: Path, last_good: Mark) -> None:
-        super().__init__(
-            f"{path}: the line of event {last_good.number + 1} was edited, or lines before it are missing. Restore the file from "
-            f"a copy, or return to what is left with `heloco rollback {path.parent.parent}`."
-        )
-        self.last_good = last_good
 
 
 class JournalTaken(RunStopped):
     """Another process changed the journal while the run was being served."""
-
-
-# ---- reading
-
-
-def segments(folder: Path) -> list[tuple[int, Path]]:
-    """(first byte, path) of each segment, in order."""
-    paths = sorted(folder.glob("events-" + "[0-9]" * 15 + ".jsonl"))
-    return [(int(path.stem.removeprefix("events-")), path) for path in paths]
-
-
-def contribution_path(folder: Path, number: int) -> Path:
-    """Path of the tensors of the `Receive` event with this number."""
-    return folder / f"{number:012d}.safetensors"
-
-
-def contribution_numbers(folder: Path) -> list[int]:
-    """The numbers of the events whose tensors still exist, in order."""
-    return sorted(int(path.stem) for path in folder.glob("[0-9]" * 12 + ".safetensors") if path.is_file())
-
-
-def first_mark(folder: Path) -> Mark:
-    """The place at which the oldest existing segment begins."""
-    marks = (_header_of(path) for _, path in segments(folder))
-    return next((mark for mark in marks if mark is not None), Mark())
-
-
-def _header_of(path: Path) -> Mark | None:
-    """The place in a segment's header; None if the header is damaged."""
-    with path.open("rb") as file, contextlib.suppress(msgspec.MsgspecError):
-        return msgspec.json.decode(file.readline(), type=_Header).segment
-    return None
-
-
-def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event, Mark]]:
-    """The events after `since` (by default all that exist), each with the place after it. Every line is checked.
-
-    An incomplete last line, which a kill may leave, is skipped. A damaged line raises `JournalDamaged`."""
-    mark = first_mark(folder) if since is None else since
-    files = segments(folder)
-    if since is not None and files and not _reaches(folder, files, mark):
-        raise JournalDamaged(folder / segment_name(mark.position), mark)
-    for index, (base, path) in enumerate(files):
-        following = files[index + 1][0] if index + 1 < len(files) else None
-        if following is not None and following <= mark.position:
-            continue
-        if base > mark.position:
-            raise JournalDamaged(path, mark)
-        for event, mark_after in _read_segment(path, base, mark, is_last=following is None):
-            mark = mark_after
-            if event is not None:
-                yield event, mark
-
-
-def _reaches(folder: Path, files: list[tuple[int, Path]], mark: Mark) -> bool:
-    """Whether the journal has a line that ends at the mark with the mark's seal, or a segment that begins there."""
-    if mark.number == 0 or any(base == mark.position and _header_of(path) == mark for base, path in files):
-        return True
-    base, path = max((each for each in files if each[0] < mark.position), default=(0, folder / "missing"))
-    if not path.is_file() or path.stat().st_size < mark.position - base:
-        return False
-    with path.open("rb") as file:
-        start = max(0, mark.position - base - (1 << 16))
-        file.seek(start)
-        line = file.read(mark.position - base - start)
-    return line.endswith(f'"{mark.seal}"}}\n'.encode()) or line.endswith(f'"{mark.seal}"}}}}\n'.encode())
-
-
-def _read_segment(path: Path, base: int, mark: Mark, *, is_last: bool) -> Iterator[tuple[Event | None, Mark]]:
-    with path.open("rb") as file:
-        file.seek(mark.position - base)
-        for line in file:
-            if not line.endswith(b"\n"):
-                if not is_last:
-                    raise JournalDamaged(path, mark)
-                return
-            if mark.position == base:
-                mark = _checked_header(line, mark, path)
-                yield None, mark
-                continue
-            event, mark = _checked_line(line, mark, path)
-            yield event, mark
-
-
-def _checked_header(line: bytes, mark: Mark, path: Path) -> Mark:
-    try:
-        if msgspec.json.decode(line, type=_Header).segment != mark:
-            raise JournalDamaged(path, mark)
-    except msgspec.MsgspecError:
-        raise JournalDamaged(path, mark) from None
-    return Mark(mark.number, mark.position + len(line), mark.seal)
-
-
-def _checked_line(line: bytes, mark: Mark, path: Path) -> tuple[Event, Mark]:
-    body, _, rest = line.rpartition(_SEAL_FIELD)
-    number, _, fields = body.partition(b",")
-    seal = _seal(mark.seal, body)
-    if number != b'{"n":%d' % (mark.number + 1) or rest != f'{seal}"}}\n'.encode():
-        raise JournalDamaged(path, mark)
-    try:
-        event: Event = _decode_event(b"{" + fields + b"}")
-    except msgspec.MsgspecError:
-        raise JournalDamaged(path, mark) from None
-    return event, Mark(mark.number + 1, mark.position + len(line), seal)
-
-
-def _seal(previous: str, body: bytes) -> str:
-    return hashlib.blake2b(previous.encode() + body, digest_size=6).hexdigest()
-
-
-def segment_name(position: int) -> str:
-    """The file of the segment that begins at this byte."""
-    return f"events-{position:015d}.jsonl"
-
-
-# ---- writing
 
 
 class Journal:
@@ -256,7 +124,7 @@ class Journal:
             if base >= self.end.position:
                 path.unlink()
         before = [each for each in files if each[0] < self.end.position]
-        if not before or not _reaches(self.folder, before, self.end):
+        if not before or not reaches(self.folder, before, self.end):
             if before:  # damaged, but before a checkpoint that has all that was acknowledged: kept aside
                 before[-1][1].rename(before[-1][1].with_suffix(".damaged"))
             self._begin_segment()
@@ -276,7 +144,7 @@ class Journal:
         make_durable(self._folder_handle, self.folder)
 
     def _write_header(self) -> None:
-        line = msgspec.json.encode(_Header(self.end)) + b"\n"
+        line = msgspec.json.encode(Header(self.end)) + b"\n"
         self._write(line)
         self.end = Mark(self.end.number, self.end.position + len(line), self.end.seal)
 
@@ -288,8 +156,8 @@ class Journal:
             self._begin_segment()
         number = self.end.number + 1
         body = b'{"n":%d,' % number + msgspec.json.encode(event)[1:-1]
-        seal = _seal(self.end.seal, body)
-        line = body + _SEAL_FIELD + seal.encode() + b'"}\n'
+        seal = seal_of(self.end.seal, body)
+        line = body + SEAL_FIELD + seal.encode() + b'"}\n'
         self._write(line)
         self._bytes_kept += len(line)
         self.end = Mark(number, self.end.position + len(line), seal)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Pause, PauseKind, Resume
-from heloco.records.journal import FOLDER, JournalDamaged, Mark, first_mark, read_events, segments
+from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, first_mark, read_events, segments
 
 PARTINGS = {"left": "left", "lost": "lost", "turned-away": "turned away", "evicted": "evicted"}
 

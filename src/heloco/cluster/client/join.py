@@ -27,9 +27,10 @@ from heloco.cluster.client.connect import connect, find_token
 from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.client.ranks import Ranks
+from heloco.cluster.client.round_plan import RoundPlan
 from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded
 from heloco.cluster.protocol.link import Link
-from heloco.cluster.protocol.messages import ContributionReport, RoundKey
+from heloco.cluster.protocol.messages import ContributionReport
 from heloco.cluster.protocol.refusals import Refused
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
@@ -40,8 +41,6 @@ NOT_FINITE_LIMIT = 3
 """After this many rounds in a row with NaN or Inf the machine gives up."""
 CONNECT_TIMEOUT_S = 60.0
 """Connect timeout before the first success; the address may be wrong."""
-NO_ROUND = RoundKey(0, 0, 0)
-"""Stands for the round before the first one has begun."""
 
 
 class RunOver(BaseException):
@@ -110,19 +109,6 @@ def _hookable(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-@dataclass(frozen=True)
-class _RoundPlan:
-    """What every rank must know about the round that begins, or about the run's end."""
-
-    key: RoundKey = NO_ROUND
-    inner_steps: int = 0
-    seat: int | None = None
-    seats: int = 1
-    end_reason: str = ""
-    clear_optimizer: bool = False
-    """Whether the optimizer's state must be cleared."""
-
-
 class JoinedLoop:
     """The value of `with heloco.join(…) as run`: this machine's state in the run."""
 
@@ -136,7 +122,7 @@ class JoinedLoop:
         self._blocks: ModelBlocks | None = None
         self._start: dict[str, Tensor] = {}
         """The start of the round: the only copy of the model in memory besides the model itself."""
-        self._plan = _RoundPlan()
+        self._plan = RoundPlan()
         self._steps = self._refused_in_a_row = 0
         self._clear_optimizer = self._is_exchanging = False
         self._losses: list[Tensor | float] = []
@@ -309,7 +295,7 @@ class JoinedLoop:
 
     # ---- what only rank 0 does
 
-    def _next_plan(self, finish: Callable[[], None]) -> _RoundPlan:
+    def _next_plan(self, finish: Callable[[], None]) -> RoundPlan:
         assert self._client is not None and self._blocks is not None
         self._clear_optimizer = False
         try:
@@ -324,9 +310,9 @@ class JoinedLoop:
         self._blocks.load(taken_round.start)
         self._start = taken_round.start
         joined, steps = self._client.joined, taken_round.assignment.inner_steps
-        return _RoundPlan(taken_round.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
+        return RoundPlan(taken_round.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
 
-    def _take_final(self, reason: str) -> _RoundPlan:
+    def _take_final(self, reason: str) -> RoundPlan:
         """The run has ended. Loads its final model, if that can still be fetched."""
         assert self._client is not None and self._blocks is not None
         if self._hooks:
@@ -335,7 +321,7 @@ class JoinedLoop:
                 self._blocks.load(model)
             outcome = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
             self._tell(f"{reason}. After {self.arrivals} contributions from here; {outcome}.")
-        return _RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, end_reason=reason)
+        return RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, end_reason=reason)
 
     def _hand_in(self) -> None:
         assert self._client is not None and self._blocks is not None

@@ -83,9 +83,8 @@ class RaySupervisor:
         self._lock = threading.RLock()
         self._watching: threading.Thread | None = None
         self._vain_restarts, self._arrivals = 0, 0
+        self._ray, self._own_cluster = require_ray(), cluster is None
         self._options = {"store_bytes": store_bytes(spec), "run": Path(spec.folder), **ray}
-        self._ray = require_ray()
-        self._own_cluster = cluster is None
         self.cluster: Cluster = cluster or start_ray(address, **(ray if address else self._options))
         self._start(workers)
 

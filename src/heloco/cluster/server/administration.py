@@ -8,7 +8,7 @@ from heloco.cluster.server import checkpoints
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
-from heloco.records import journal
+from heloco.records import journal_reader as journal
 
 READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
 READ_LIMIT_BYTES = 1 << 20

@@ -17,7 +17,7 @@ from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
 from heloco.errors import UserError
-from heloco.records.journal import Mark
+from heloco.records.journal_reader import Mark
 from heloco.run import checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
 

@@ -27,7 +27,8 @@ from heloco.engine.local import Observer, is_due, score_fields
 from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
-from heloco.records.journal import FOLDER, Journal, contribution_path
+from heloco.records.journal import Journal
+from heloco.records.journal_reader import FOLDER, contribution_path
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape_writer import record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer

@@ -16,8 +16,8 @@ from heloco.cluster.server.transfers import ROUNDS, SnapshotStore
 from heloco.engine.build import build_parts, build_synchronizer, pick_device
 from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
-from heloco.records.journal import FOLDER as JOURNAL
-from heloco.records.journal import read_events
+from heloco.records.journal_reader import FOLDER as JOURNAL
+from heloco.records.journal_reader import read_events
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged

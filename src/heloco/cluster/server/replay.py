@@ -11,7 +11,7 @@ from heloco.engine.build import build_parts, build_synchronizer
 from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.records.events import Receive
-from heloco.records.journal import FOLDER, Mark, contribution_path, first_mark, read_events, segments
+from heloco.records.journal_reader import FOLDER, Mark, contribution_path, first_mark, read_events, segments
 from heloco.records.lines import read_lines
 from heloco.records.run_files import TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint

@@ -18,7 +18,8 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.transfers import SnapshotStore
 from heloco.disk import make_durable
 from heloco.records.events import Abandon, Dispatch, Receive
-from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events
+from heloco.records.journal import Journal
+from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, contribution_path, read_events
 from heloco.records.run_files import CHECKPOINTS, EVALS
 from heloco.run import checkpoint
 from heloco.run.checkpoint import CheckpointDamaged

@@ -18,7 +18,8 @@ from heloco.cluster.server.evaluation_queue import evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
-from heloco.records.journal import FOLDER, Journal, JournalDamaged, Mark, contribution_path, read_events, segments
+from heloco.records.journal import Journal
+from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, contribution_path, read_events, segments
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged

@@ -16,8 +16,8 @@ from heloco.cluster.server.roster import Machine, Roster
 from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_disk
 from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
-from heloco.records.journal import FOLDER as JOURNAL
 from heloco.records.journal import JournalTaken
+from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.run.config import RunConfig
 
 

@@ -1,0 +1,51 @@
+"""What the synchronizer decides about a contribution before it counts it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from heloco.buffers import shorten
+from heloco.policy import Judgement
+from heloco.rounds import Code, Contribution, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Ruling:
+    """The verdict on a contribution: the part of an `Arrival` that is decided first."""
+
+    verdict: Verdict
+    code: Code = ""
+    reason: str = ""
+    clipped: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Judgements:
+    """The norm guard's judgements of a contribution: of its blocks, and of its buffers."""
+
+    blocks: Judgement = field(default_factory=Judgement)
+    buffers: Judgement = field(default_factory=Judgement)
+
+    @property
+    def sentence(self) -> str:
+        return self.blocks.sentence or self.buffers.sentence
+
+    def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The worker's buffers as far as they are trusted. If its Δ was an outlier, its buffers may be spoiled too: then ours."""
+        if self.blocks.sentence:
+            return ours
+        if not self.buffers.scales:
+            return contribution.buffers
+        return list(map(shorten, ours, contribution.buffers, self.buffers.scales))
+
+    def ruling(self, verdict: Verdict) -> Ruling:
+        """The ruling on a contribution that is used, scaled down or unchanged."""
+        if not self.sentence:
+            return Ruling(verdict)
+        clipped = min(self.blocks.smallest_scale, self.buffers.smallest_scale)
+        return Ruling(verdict, "norm", f"{self.sentence}: clipped", clipped)
+
+
+class TooLarge(Exception):
+    """The norm guard refuses the contribution. Only the guard's history has changed."""
