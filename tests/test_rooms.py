@@ -16,6 +16,7 @@ FLOORS = [
     {"policy"},
     {"ledger", "buffers"},
     {"rounds", "barrier"},
+    {"rulings"},
     {"synchronizer", "methods"},
     {"records"},
     {"wire"},
