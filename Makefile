@@ -15,7 +15,7 @@ PORTABLE := tests/test_outer_kernels.py tests/test_outer_rules.py tests/test_syn
 	tests/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
 
 test: lint
-	$(BIN)/pytest -m "not long" --numprocesses 3 --dist loadfile
+	$(BIN)/pytest -m "not long" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 	HELOCO_KERNELS=portable $(BIN)/pytest --numprocesses 2 --dist loadfile $(PORTABLE)
 
 test-long: setup-dev

@@ -51,6 +51,18 @@ def fitting(arguments: Sequence[str | Path]) -> list[str]:
     return [words[0], *words[behind:]] if "images" in words and tuple(words[1:behind]) == TINY_MODEL else words
 
 
+LONG_FILES = (
+    "test_serve", "test_warm_restart", "test_faults", "test_attacks", "test_durability", "test_gateway", "test_ray", "test_fleet",
+    "test_report_browser", "test_watch", "test_study", "test_stacked", "test_private_folder", "test_join_hooks", "test_resume",
+)  # fmt: skip
+"""The files that take longest. They begin first, so that in the end no process works alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ranks = {name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The task's kernels serve, as on a GPU with TF32 allowed; where there is none, Triton's interpreter runs them."""
