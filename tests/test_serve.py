@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from conftest import TINY_MODEL, Done, assert_refused, checkpoints, evals, heloco, tape, write_text
+from faults.places import children_of
 from heloco.cli.mirror import FIXED, GROWING, Mirror
 from heloco.cli.serve import outward_address, own_names, reachable
 from heloco.cluster.client.connect import connect
@@ -77,6 +78,9 @@ class Program:
         return Done(code, self.out.read_text(), self.err.read_text(), self.process.pid)
 
     def signal(self, number: int) -> None:
+        if number in (signal.SIGSTOP, signal.SIGCONT):  # a child does the work
+            for child in children_of(self.process.pid):
+                os.kill(child, number)
         self.process.send_signal(number)
 
     def clear_away(self) -> None:
