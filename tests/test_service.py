@@ -492,6 +492,24 @@ def test_machines_that_are_here_but_do_not_contribute_do_not_count(tmp_path, clo
     assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1, 1, 2, 2]
 
 
+def test_a_contribution_that_waits_until_the_state_is_copied_holds_up_nobody_else(tmp_path, clock, monkeypatch):
+    service = opened(tmp_path, clock)
+    first, other = Hand(service, "first"), Hand(service, "other")
+    first.take()
+    readers, waits = service.state.run.readers, threading.Event()
+    wait_for_readers, leave = readers.wait, readers.enter()
+    monkeypatch.setattr(readers, "wait", lambda: (waits.set(), wait_for_readers()))
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            ack = threads.submit(first.hand_in, delta(0))
+            assert waits.wait(60)
+            assert isinstance(threads.submit(other.take).result(timeout=5), Assignment)
+            assert not ack.done()
+        finally:
+            leave()
+        assert ack.result().verdict == "applied"
+
+
 def test_a_status_that_cannot_be_had_at_once_is_of_a_moment_ago_and_never_of_yesterday(tmp_path, clock):
     service = opened(tmp_path, clock)
     hand = Hand(service, "m")
