@@ -901,6 +901,18 @@ def test_beats_are_answered_while_the_synchronizer_is_busy(served, monkeypatch):
     assert served.events().count(Receive) == 1
 
 
+def test_a_status_is_answered_while_the_synchronizer_is_busy(served, monkeypatch):
+    monkeypatch.setattr("heloco.cluster.gateway.calls.ANSWER_S", 0.3)
+    viewer, admin = served.link(right="viewer"), served.link(right="admin")
+    before = viewer.status()
+    admin.describe()
+    with served.service.state.lock:
+        assert viewer.status() == before
+        with pytest.raises(Refused) as refused:  # after an order an old status would be misleading
+            admin.status()
+    assert refused.value.code is Code.BUSY
+
+
 def test_an_error_of_our_own_ends_one_request_and_no_more(served, caplog):
     class Unkind(dict[str, Any]):
         def get(self, *_: Any) -> Any:

@@ -3,7 +3,7 @@
 import itertools
 import math
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import Assignment, Ended, Paused, RoundKey, Ticket, UploadState, Wait
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.server import contributions as contributions_module
+from heloco.cluster.server.administration import STATUS_PATIENCE_S
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.records.events import Pause, Resume
@@ -489,6 +490,39 @@ def test_machines_that_are_here_but_do_not_contribute_do_not_count(tmp_path, clo
     assert not service.state.paused
     assert busy.work(6).verdict == "applied"
     assert [line["participants"] for line in tape(tmp_path / "run")] == [1, 1, 1, 1, 2, 2]
+
+
+def test_a_contribution_that_waits_until_the_state_is_copied_holds_up_nobody_else(tmp_path, clock, monkeypatch):
+    service = opened(tmp_path, clock)
+    first, other = Hand(service, "first"), Hand(service, "other")
+    first.take()
+    readers, waits = service.state.run.readers, threading.Event()
+    wait_for_readers, leave = readers.wait, readers.enter()
+    monkeypatch.setattr(readers, "wait", lambda: (waits.set(), wait_for_readers()))
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            ack = threads.submit(first.hand_in, delta(0))
+            assert waits.wait(60)
+            assert isinstance(threads.submit(other.take).result(timeout=5), Assignment)
+            assert not ack.done()
+        finally:
+            leave()
+        assert ack.result().verdict == "applied"
+
+
+def test_a_status_that_cannot_be_had_at_once_is_of_a_moment_ago_and_never_of_yesterday(tmp_path, clock):
+    service = opened(tmp_path, clock)
+    hand = Hand(service, "m")
+    before = service.admin.status()
+    with ThreadPoolExecutor(1) as threads:
+        with service.state.lock:
+            assert threads.submit(service.admin.status).result() == before
+            clock.now += 24 * 3600
+            later = threads.submit(service.admin.status)
+            wait([later], timeout=4 * STATUS_PATIENCE_S)
+            hand.join()
+            hand.work(0)
+        assert later.result().arrivals == 1
 
 
 def test_the_status_tells_who_is_here_and_who_contributes(tmp_path, clock):

@@ -67,6 +67,10 @@ class Calls:
 
         return await asyncio.get_running_loop().run_in_executor(self._short, call)
 
+    async def call_quick(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Calls a function that does not wait for the service's lock, or not for long."""
+        return await asyncio.get_running_loop().run_in_executor(self._short, function, *arguments)
+
     async def call_on_file(self, function: Callable[..., T], *arguments: Any) -> T:
         """Calls a function that reads or writes a piece of a file."""
         return await asyncio.get_running_loop().run_in_executor(self._files, function, *arguments)

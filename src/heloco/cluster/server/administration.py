@@ -13,7 +13,8 @@ from heloco.records import journal_reader as journal
 READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
 READ_LIMIT_BYTES = 1 << 20
 STATUS_PATIENCE_S = 0.05
-"""How long a status waits for the lock."""
+"""How long a status waits for the lock if the last one is recent."""
+RECENT_S = 10.0
 
 
 class Administration:
@@ -21,12 +22,18 @@ class Administration:
         self.state, self.rounds = state, rounds
         self._last_status: Status | None = None
 
+    @property
+    def recent_status(self) -> Status | None:
+        """The last status that was asked for, if it is of a moment ago."""
+        last = self._last_status
+        return last if last is not None and self.state.now_s - last.time_s < RECENT_S else None
+
     def status(self) -> Status:
-        """The state of the run. While a large contribution is applied, the state of a moment ago."""
-        state, last = self.state, self._last_status
-        if not state.lock.acquire(timeout=-1 if last is None else STATUS_PATIENCE_S):
-            assert last is not None
-            return last
+        """The state of the run. While a large contribution is applied, the state of a moment ago, if it is known."""
+        state, recent = self.state, self.recent_status
+        if not state.lock.acquire(timeout=-1 if recent is None else STATUS_PATIENCE_S):
+            assert recent is not None
+            return recent
         try:
             self._last_status = self._status()
             return self._last_status

@@ -83,6 +83,8 @@ class Contributions:
 
     def _apply(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
         state = self.state
+        assert state.run is not None
+        state.run.readers.wait()  # without the lock, so that meanwhile rounds are handed out and bytes arrive
         with state.recording() as run:
             if ack := self._ack(ticket, key):
                 return ack
