@@ -7,7 +7,9 @@
 Evaluations are made one after the other, in the order of their arrivals. A restart goes on with those that are still due.
 """
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -37,6 +39,8 @@ LENT_LIMIT_S = 3600.0
 """Seconds that a machine may take for an evaluation."""
 LOOK_EVERY_S = 0.5
 """Seconds after which the thread looks again whether a machine has left that should have evaluated."""
+NICENESS = 10
+"""An evaluation may take longer. An acknowledgement may not."""
 log = logging.getLogger("heloco.server")
 
 
@@ -249,6 +253,8 @@ class EvaluationQueue:
     # ---- the thread
 
     def _evaluate_all(self) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # Linux gives each thread a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (due := self._next()) is not None:
             scores = self._score(due)
             with self._changed:

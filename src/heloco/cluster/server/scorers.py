@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import nn
 
-from heloco.cluster.server.evaluation_queue import Scorer
+from heloco.cluster.server.evaluation_queue import NICENESS, Scorer
 from heloco.engine.build import build_task, pick_device
 from heloco.errors import UserError
 from heloco.run import RunConfig, resolve, with_fields
@@ -28,8 +28,6 @@ from heloco.wire.layout import Stored
 
 SCORED_HERE_BYTES = 64 << 20
 """A model up to this size is evaluated in a thread: another process would take longer to start than the evaluation."""
-NICENESS = 10
-"""An evaluation may take longer. An acknowledgement may not."""
 
 
 class ScorerHere:
