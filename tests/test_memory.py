@@ -39,7 +39,10 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout]:
 
 def peak_growth(work) -> int:
     """Bytes that this process held more at most while it worked."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    except OSError as error:
+        pytest.skip(f"the peak of this process cannot be measured here ({error})")
     before = memory_of("self")["peak"]
     work()
     return memory_of("self")["peak"] - before
