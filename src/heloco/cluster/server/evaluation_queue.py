@@ -243,9 +243,9 @@ class EvaluationQueue:
     def _finish(self, due: EvaluationDue, scores: Scores | None, machine: str = "") -> None:
         self._lent_to = None
         if due in self._due:
-            self._due.remove(due)
             if scores is not None:
                 self._record_line(due, scores, machine)
+            self._due.remove(due)  # only now: whoever sees that nothing is due must find the line
         self._copies.pop(due.arrival, None)
         self._remove_model(due)
         self._changed.notify_all()
