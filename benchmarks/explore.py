@@ -15,10 +15,11 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
+import msgspec
 import torch
 
 from heloco.engine.build import build_task, pick_device
@@ -75,7 +76,7 @@ class Keeper:
         record = make_record(run.config, run.task.digest, collected)
         folder = self.store.folder.with_name(f"{self.store.folder.name}-unfinished")
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{key}.json").write_text(json.dumps({**asdict(record), "verdict": "unfinished"}))
+        (folder / f"{key}.json").write_text(json.dumps({**msgspec.to_builtins(record), "verdict": "unfinished"}))
 
 
 def places_of(spec: str, settings: dict[str, object], scale: str) -> list[Place]:

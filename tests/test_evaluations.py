@@ -1,5 +1,6 @@
 """Evaluations and checkpoints of a served run: they hold up nobody, and what they say is of the arrival they are of."""
 
+import errno
 import json
 import os
 import signal
@@ -67,6 +68,12 @@ def contribute(service: Service, count: int, first: int = 0) -> None:
     hand.leave()
 
 
+def contribute_with_checkpoints(service: Service, count: int) -> None:
+    for seed in range(count):
+        contribute(service, 1, seed)
+        service.housekeeping.save_if_due(wait=True)
+
+
 def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "evals.jsonl").read_text().splitlines()]
 
@@ -121,9 +128,7 @@ def test_an_evaluation_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, undis
 def test_a_restart_goes_on_with_the_evaluations_that_are_due(tmp_path, undisturbed, checkpoint_every, made_before):
     gate, folder = Gate(after=made_before), tmp_path / "run"
     service = served(folder, task(gate), checkpoint_every=checkpoint_every)
-    for seed in range(8):
-        contribute(service, 1, seed)
-        service.housekeeping.save_if_due(wait=True)
+    contribute_with_checkpoints(service, 8)
     assert gate.has_begun.wait(60)
     threading.Timer(0.1, gate.may_end.set).start()  # closing it waits for the one under way, which is then not recorded
     service.close()
@@ -166,9 +171,7 @@ def test_a_model_that_is_lost_with_the_checkpoint_before_it_is_computed_again(tm
     """After a power cut the models that wait may be gone. The journal gives them again, from an older checkpoint."""
     gate, folder = Gate(), tmp_path / "run"
     service = served(folder, task(gate), checkpoint_every=3)
-    for seed in range(8):
-        contribute(service, 1, seed)
-        service.housekeeping.save_if_due(wait=True)
+    contribute_with_checkpoints(service, 8)
     threading.Timer(0.1, gate.may_end.set).start()
     service.close()
     for path in (folder / "evaluating").iterdir():
@@ -244,6 +247,24 @@ def test_a_checkpoint_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, monkey
     )
     service.close()
     assert replay(RunFolder.open(folder), task()).difference == ""
+
+
+def test_a_checkpoint_for_which_there_is_no_descriptor_is_made_later(tmp_path, monkeypatch, caplog):
+    folder = tmp_path / "run"
+    service = served(folder, task(), eval_every=0, checkpoint_every=4)
+    contribute(service, 4)
+
+    def no_descriptor(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("heloco.records.journal.os.open", no_descriptor)
+        service.housekeeping.save_if_due(wait=True)
+    assert "No checkpoint could be made" in caplog.text and service.state.ended is None
+    contribute(service, 1, 4)
+    service.housekeeping.save_if_due(wait=True)
+    assert RunFolder.open(folder).checkpoints()[-1].name == "arrival-00000005"
+    service.close()
 
 
 # ---- in a process of its own

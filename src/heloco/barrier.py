@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heloco.buffers import mix
 from heloco.outer.kernels.portable import pieces
-from heloco.outer.kernels.windows import Release
+from heloco.outer.kernels.windows import Release, give_back
 
 
 class Barrier:
@@ -37,8 +37,7 @@ class Barrier:
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
             for part, of_delta in pieces(total, delta.to(total.device)):
                 part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
-            if release is not None:
-                release(delta.data_ptr(), delta.nbytes)
+            give_back(delta, release)
 
     def open(self) -> None:
         self.workers, self.sums, self.buffers = [], [], []

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from heloco.cli.warm_restart import START_AGAIN, WarmRestart, import_ahead
+from faults.restarts import restart_until_done
+from heloco.cli.warm_restart import START_AGAIN, import_ahead
 from heloco.cli.warm_serve import SERVING, SERVING_MODULES, may_pass
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.server.process import ListenConfig, RunHost, ServeSpec
@@ -23,22 +24,7 @@ import_ahead(SERVING_MODULES)
 def serve(folder: str, config: str, port: int, state: str) -> None:
     """Serves until SIGTERM, or until the run has failed. The child writes its status to the file `state`."""
     tape = Path(folder) / "tape.jsonl"
-
-    def serve_once(_: bool) -> int:
-        return serve_in_child(folder, config, port, state)
-
-    def progress() -> int:
-        return tape.stat().st_size if tape.exists() else 0
-
-    def tell(text: str) -> None:
-        print(f"synchronizer: {text}", file=sys.stderr, flush=True)
-
-    try:
-        code = WarmRestart(serve_once, progress, SERVING, tell).run()
-    except RunStopped as error:
-        tell(str(error))
-        code = 2
-    sys.exit(code)
+    restart_until_done("synchronizer", lambda: serve_in_child(folder, config, port, state), tape, SERVING)
 
 
 def serve_in_child(folder: str, config: str, port: int, state: str) -> int:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from faults.restarts import restart_until_done
 from heloco.cli.join import TRAINING, TRAINING_MODULES
-from heloco.cli.warm_restart import WarmRestart, import_ahead
+from heloco.cli.warm_restart import import_ahead
 from heloco.cluster.client.worker import Worker, task_of
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.protocol.refusals import Refused
-from heloco.errors import RunStopped
 
 import_ahead(TRAINING_MODULES)
 
@@ -128,26 +128,14 @@ class OrderedWorker(Worker):
 
 def work(number: int, address: str, token: str, folder: str, step_s: float = 0.0) -> None:
     """Runs a worker over HTTPS until the run has ended, in a child that is restarted as `heloco join` does it."""
-    acks = Path(folder) / f"acks-{number}"
 
-    def work_in_child(_: bool) -> int:
+    def work_in_child() -> int:
         link = OrderedLink(address, token)
         link.papers = Papers(folder, number)
         work_over(link, number, step_s)
         return 0
 
-    def progress() -> int:
-        return acks.stat().st_size if acks.exists() else 0
-
-    def tell(text: str) -> None:
-        print(f"worker {number}: {text}", file=sys.stderr, flush=True)
-
-    try:
-        code = WarmRestart(work_in_child, progress, TRAINING, tell).run()
-    except RunStopped as error:
-        tell(str(error))
-        code = 2
-    sys.exit(code)
+    restart_until_done(f"worker {number}", work_in_child, Path(folder) / f"acks-{number}", TRAINING)
 
 
 def work_over(link: Any, number: int, step_s: float) -> None:

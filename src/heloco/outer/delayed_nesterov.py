@@ -17,6 +17,7 @@ from torch import Tensor
 from .constants import DelayKnobs
 from .kernels import BlockKernels
 from .kernels.portable import pieces
+from .kernels.windows import give_back
 from .optimizer import Blocks, OuterOptimizer
 
 
@@ -66,8 +67,7 @@ class DelayedNesterov(OuterOptimizer, knobs=DelayKnobs):
         turns = []
         for block, setting in zip(tensors, settings, strict=True):
             turns.append(self._move(*block, *setting))
-            if blocks.release is not None:
-                blocks.release(block[2].data_ptr(), block[2].nbytes)
+            give_back(block[2], blocks.release)
         # η‖G/N + share·μm‖ from the sums with the momentum as it is now
         uu, mm, um = (block_kernels.statistics() if any(turn for turn, _ in turns) else blocks.sums).T
         lr, mu = blocks.coefficients[:2]

@@ -11,6 +11,7 @@ from heloco.knobs import declared_knobs, knobs_of_signature
 from .constants import LookaheadKnobs
 from .kernels import BlockKernels
 from .kernels.coefficients import Coefficients, coefficients, place
+from .kernels.windows import give_back
 from .optimizer import Blocks, OuterOptimizer
 
 RuleFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -51,8 +52,7 @@ class FunctionRule(OuterOptimizer):
             yield float((result[0].double() - theta.double()).norm())
             theta.copy_(result[0])
             m.copy_(result[1])
-            if blocks.release is not None:
-                blocks.release(delta.data_ptr(), delta.nbytes)
+            give_back(delta, blocks.release)
 
     def _check_result(self, result: Any, theta: Tensor) -> None:
         is_pair = isinstance(result, tuple) and len(result) == 2 and all(isinstance(x, Tensor) for x in result)

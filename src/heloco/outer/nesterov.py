@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from .constants import MomentumKnobs
 from .kernels import BlockKernels
 from .kernels.native import PLAIN
-from .kernels.windows import groups
+from .kernels.windows import give_back, groups
 from .optimizer import Blocks, OuterOptimizer, momentum_step_lengths
 
 
@@ -56,9 +56,8 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
                 self._sgd(part, self.param_groups[0], contiguous=True)
             else:
                 self._by_kind(part)
-            if blocks.release is not None:
-                for delta in part.pseudo_gradients:
-                    blocks.release(delta.data_ptr(), delta.nbytes)
+            for delta in part.pseudo_gradients:
+                give_back(delta, blocks.release)
         return momentum_step_lengths(blocks)
 
     def _by_kind(self, blocks: Blocks) -> None:

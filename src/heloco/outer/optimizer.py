@@ -20,7 +20,7 @@ from . import kernels
 from .correction import Outcome, combine_all
 from .kernels import Numbers
 from .kernels.coefficients import Coefficients, coefficients
-from .kernels.windows import Release
+from .kernels.windows import Release, give_back
 from .masters import master_of, round_masters
 
 SLICE = 1 << 20
@@ -323,8 +323,8 @@ def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
 
 def _moved(pseudo_gradient: Tensor, device: torch.device, release: Release | None) -> Tensor:
     moved = pseudo_gradient.to(device)
-    if release is not None and moved is not pseudo_gradient:
-        release(pseudo_gradient.data_ptr(), pseudo_gradient.nbytes)
+    if moved is not pseudo_gradient:
+        give_back(pseudo_gradient, release)
     return moved
 
 

@@ -16,6 +16,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
+from heloco.disk import disk_errors
 from heloco.errors import UserError
 from heloco.records.journal_reader import Mark
 from heloco.run import checkpoint
@@ -98,8 +99,10 @@ def begin_saving(run: JournaledRun) -> None:
         "config_digest": run.config.digest(), "task_digest": run.task_digest, "books": synchronizer["books"],
         "served": msgspec.to_builtins(served, str_keys=True), **line_sizes,
     }  # fmt: skip
-    make_journal_durable, copied, folder = run.journal.durable_later(), run.readers.enter(), run.folder
-    keep_first = replays_from_the_start(run)
+    folder, keep_first = run.folder, replays_from_the_start(run)
+    with disk_errors(folder.path, folder.remedy):  # there may be no descriptor at the moment
+        make_journal_durable = run.journal.durable_later()
+    copied = run.readers.enter()
 
     def write() -> int:
         try:

@@ -94,11 +94,12 @@ class EvaluationQueue:
         self.folder = make_folder(run / FOLDER)
         self._layout, self._scorer, self._record, self._readers = layout, scorer, record, readers
         self._due: deque[EvaluationDue] = deque()
-        self._copies: dict[int, threading.Thread] = {}
+        self._copying: set[int] = set()
+        """Arrivals whose models are being copied to their files."""
         self._models: dict[int, Path] = {}
         """Arrival -> the file of its model. Its digest is in its name, as a power cut may have changed its content."""
         self._earlier: dict[int, EvaluationRecord] = {}
-        self._last_added = -1
+        """Arrival -> its line, if that was written after the checkpoint from which the run was resumed."""
         self._is_evaluating = False
         """Whether the thread evaluates the first model."""
         self._lent_to: str | None = None
@@ -114,23 +115,18 @@ class EvaluationQueue:
 
     def add(self, due: EvaluationDue, tensors: Mapping[str, Tensor]) -> EvaluationRecord | None:
         """Begins an evaluation of these tensors. Returns its line if it was made before a restart."""
-        if due.arrival == self._last_added:
-            return None
-        self._last_added = due.arrival
         if (earlier := self._earlier.pop(due.arrival, None)) and due.matches(earlier):
             return earlier
-        leave = self._readers.enter()
-        copying = threading.Thread(target=self._copy, args=(due, tensors, leave), name="heloco-copy")
-        try:
-            copying.start()
-        except RuntimeError:  # no thread is available
-            self._copy(due, tensors, leave)
         with self._changed:
-            self._copies[due.arrival] = copying
             self._due.append(due)
+            self._copying.add(due.arrival)
             if len(self._due) > WAITING_LIMIT:
                 self._leave_out(self._due[WAITING_LIMIT // 2])  # neither the first, which is under way, nor the last
-            self._changed.notify_all()
+        leave = self._readers.enter()
+        try:
+            threading.Thread(target=self._copy, args=(due, tensors, leave), name="heloco-copy").start()
+        except RuntimeError:  # no thread is available
+            self._copy(due, tensors, leave)
         return None
 
     def _leave_out(self, due: EvaluationDue) -> None:
@@ -155,6 +151,7 @@ class EvaluationQueue:
         finally:
             leave()
             with self._changed:
+                self._copying.discard(due.arrival)
                 self._changed.notify_all()
 
     @contextmanager
@@ -178,10 +175,8 @@ class EvaluationQueue:
         kept = []
         for each in due:
             if (record := self._earlier.get(each.arrival)) and each.matches(record):
-                self._last_added = each.arrival
                 kept.append(self._earlier.pop(each.arrival))
             elif path := self._intact_model(each):
-                self._last_added = each.arrival
                 self._models[each.arrival] = path
                 self._due.append(each)
             elif each.arrival == arrival:
@@ -200,8 +195,8 @@ class EvaluationQueue:
 
     def start(self) -> None:
         """Begins to evaluate. Until then evaluations are only collected."""
-        for copying in self._copies.values():
-            copying.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
         still_due = set(self._models.values())
         for path in self.folder.iterdir():
             if path not in still_due and path.suffix in (".safetensors", ".partial"):
@@ -246,7 +241,6 @@ class EvaluationQueue:
             if scores is not None:
                 self._record_line(due, scores, machine)
             self._due.remove(due)  # only now: whoever sees that nothing is due must find the line
-        self._copies.pop(due.arrival, None)
         self._remove_model(due)
         self._changed.notify_all()
 
@@ -267,15 +261,12 @@ class EvaluationQueue:
         """The next evaluation that is not left to a machine. None at the end."""
         with self._changed:
             while not self._is_over:
-                if self._due and self._is_copied(self._due[0]) and not self._is_lent() and not self.is_left_to(None):
+                due = self._due[0] if self._due else None
+                if due and due.arrival not in self._copying and not self._is_lent() and not self.is_left_to(None):
                     self._is_evaluating = True
-                    return self._due[0]
+                    return due
                 self._changed.wait(LOOK_EVERY_S if self._due else None)
         return None
-
-    def _is_copied(self, due: EvaluationDue) -> bool:
-        copying = self._copies.get(due.arrival)
-        return copying is None or not copying.is_alive() or due.arrival in self._models
 
     def _score(self, due: EvaluationDue) -> Scores | None:
         path = self._models.get(due.arrival)

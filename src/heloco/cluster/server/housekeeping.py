@@ -64,11 +64,9 @@ class Housekeeping:
             if state.run is None or state.has_failed:
                 return
             try:
+                checkpoints.finish_saving(state.run, wait=wait)
                 checkpoints.save_if_due(state.run)
-                if wait:
-                    checkpoints.finish_saving(state.run, wait=True)
-                    checkpoints.save_if_due(state.run)
-                    checkpoints.finish_saving(state.run, wait=True)
+                checkpoints.finish_saving(state.run, wait=wait)
             except UserError as error:  # for example a full disk: the journal has everything, and only the checkpoint is missing
                 log.warning("No checkpoint could be made: %s", error)
             except RunStopped as error:  # an fsync failed

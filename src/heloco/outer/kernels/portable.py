@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .native import PLAIN
 from .order import LANES, PIECE, ROWS, Pieces
-from .windows import Release
+from .windows import Release, give_back
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -94,20 +94,18 @@ class BlockKernels:
         if not all(in_order(m, u) for _, m, u in self._blocks):  # with one transfer to the host for all blocks
             return np.array(torch.stack([_sums_elsewhere(m, u) for _, m, u in self._blocks]).tolist())
         whole = Pieces.of(tuple(m.numel() for _, m, _ in self._blocks))
-        adder = _Adder()
-        return whole.add(np.array([row for _, m, u in self._blocks for row in self._released(u, adder.sums(m, u))]))
-
-    def _released(self, u: Tensor, sums: list[list[float]]) -> list[list[float]]:
-        if self._release is not None:
-            self._release(u.data_ptr(), u.nbytes)
-        return sums
+        adder, rows = _Adder(), list[list[float]]()
+        for _, m, u in self._blocks:
+            rows += adder.sums(m, u)
+            give_back(u, self._release)
+        return whole.add(np.array(rows))
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
         for block, rule in zip(self._blocks, np.asarray(rules).tolist(), strict=True):
             for p, m, u in pieces(*block):
                 _update_piece(p, m, u, *rule)
-            self._released(block[2], [])
+            give_back(block[2], self._release)
 
 
 def _update_piece(p: Tensor, m: Tensor, u: Tensor, a: float, b: float, lr: float, mu: float, gain: float) -> None:

@@ -12,7 +12,13 @@ from torch import Tensor
 WINDOW = 1 << 22
 """Elements of a window."""
 Release = Callable[[int, int], None]
-"""Gives the memory at an address back, so many bytes. Reading there again brings the same content."""
+"""(address, bytes): gives that memory back. Reading there again brings the same content."""
+
+
+def give_back(tensor: Tensor, release: Release | None) -> None:
+    """Releases a tensor that was read, if it lies in a mapped file."""
+    if release is not None:
+        release(tensor.data_ptr(), tensor.nbytes)
 
 
 def parts(tensors: Iterable[Tensor], release: Release | None) -> Iterator[Tensor]:
@@ -24,7 +30,7 @@ def parts(tensors: Iterable[Tensor], release: Release | None) -> Iterator[Tensor
             continue
         for part in torch.split(tensor.view(-1), WINDOW):
             yield part
-            release(part.data_ptr(), part.nbytes)
+            give_back(part, release)
 
 
 def windows(lengths: npt.NDArray[np.int64]) -> Iterator[slice]:
