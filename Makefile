@@ -11,8 +11,8 @@ train: setup
 	$(BIN)/heloco train
 
 # the outer steps and what is recorded of them must not depend on a C compiler
-PORTABLE := tests/test_outer_kernels.py tests/test_outer_rules.py tests/test_synchronizer.py tests/test_journaled_run.py \
-	tests/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
+PORTABLE := tests/outer/test_outer_kernels.py tests/outer/test_outer_rules.py tests/synchronizer/test_synchronizer.py tests/cluster/test_journaled_run.py \
+	tests/cluster/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
 
 test: lint
 	$(BIN)/pytest -m "not long" --numprocesses 3 --dist loadfile --no-loadscope-reorder
@@ -49,7 +49,7 @@ bench-gpu: setup-dev
 	$(BIN)/python benchmarks/stack_gpu.py
 
 pictures: setup-dev
-	PICTURES=docs $(BIN)/pytest tests/test_report_browser.py -k pictures
+	PICTURES=docs $(BIN)/pytest tests/browser/test_report_browser.py -k pictures
 
 setup: .venv/installed
 setup-dev: .venv/installed-dev

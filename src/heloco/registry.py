@@ -28,7 +28,7 @@ class Registry(Mapping[str, T], Generic[T]):
         """`prepare` makes an item of what was registered under a name. `reserved`: names that nobody can take."""
         self.kind, self.group = kind, group
         self._prepare, self._built_in, self._reserved = prepare, dict(built_in), reserved
-        self._registered: dict[str, T] = {}
+        self.registered: dict[str, T] = {}
         self._offers: dict[str, list[EntryPoint]] | None = None
         self._loaded: dict[str, T] = {}
 
@@ -38,11 +38,11 @@ class Registry(Mapping[str, T], Generic[T]):
             raise UserError(f"A {self.kind} cannot be called {name!r}: begin with a letter; then letters, digits, '-', '_', '.'.")
         if name in self._built_in or name in self._reserved:
             raise UserError(f"The {self.kind} {name!r} is built in: choose another name.")
-        self._registered[name] = self._prepare(name, item)
+        self.registered[name] = self._prepare(name, item)
 
     def find(self, name: str) -> T:
         """The item of this name, or a sentence that says why there is none."""
-        for items in (self._built_in, self._registered, self._loaded):
+        for items in (self._built_in, self.registered, self._loaded):
             if name in items:
                 return items[name]
         offers = self._entry_points().get(name, [])
@@ -64,7 +64,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def origin(self, name: str) -> str:
         """The package (with its version) that offers this item; empty if it is built in or was registered in this process."""
-        is_ours = name in self._built_in or name in self._reserved or name in self._registered
+        is_ours = name in self._built_in or name in self._reserved or name in self.registered
         offers = [] if is_ours else self._entry_points().get(name, [])
         return _package(offers[0]) if offers else ""
 
@@ -101,8 +101,8 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         yield from self._built_in
-        yield from self._registered
-        for name in sorted(self._entry_points().keys() - self._built_in.keys() - self._registered.keys() - set(self._reserved)):
+        yield from self.registered
+        for name in sorted(self._entry_points().keys() - self._built_in.keys() - self.registered.keys() - set(self._reserved)):
             if name in self:
                 yield name
 

@@ -66,7 +66,7 @@ class Synchronizer:
         self.arrivals_of = [0] * self.workers
         self.held: dict[int, Round] = {}
         """The round each worker holds, without its tensors."""
-        self._norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
+        self.norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
         self._distances = NormHistory(self.workers, [1] * len(self.buffers))
         self._barrier = Barrier()
         self._start: list[Tensor] | None = None
@@ -216,7 +216,7 @@ class Synchronizer:
         participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
         judgements = Judgements(
             self.guard.judge(
-                self._norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
+                self.norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
                 model_norm=self.outer.norm,
             ),
             self._judge_buffers(contribution, held, participants),
@@ -312,7 +312,7 @@ class Synchronizer:
         }
         tensors: dict[str, Tensor] = {}
         if self.guard.is_on:
-            tensors |= {"norms": _as_tensor(self._norms), "distances": _as_tensor(self._distances)}
+            tensors |= {"norms": _as_tensor(self.norms), "distances": _as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
             tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
         for i, p in enumerate(self.parameters):
@@ -342,7 +342,7 @@ class Synchronizer:
 
         self.buffers, self._barrier.sums = tensors_of("buffer"), tensors_of("gathered")
         self._barrier.buffers = tensors_of("gathered_buffer")
-        self._norms = _history(tensors.get("norms"), self._norms)
+        self.norms = _history(tensors.get("norms"), self.norms)
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
         with torch.no_grad():

@@ -37,7 +37,7 @@ class Disk:
 @contextlib.contextmanager
 def place(arrivals: int) -> Iterator[tuple[Path, Disk | None]]:
     """A folder, and a small disk if one can be mounted."""
-    from conftest import mounted_disk  # imported here, because fresh processes do not need it
+    from support.disks import mounted_disk  # imported here, because fresh processes do not need it
 
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder, size = Path(name), 40_000_000 + BYTES_PER_ARRIVAL * arrivals

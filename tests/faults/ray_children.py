@@ -21,9 +21,9 @@ FOLDER, NUMBER, STEP_S = "FAULT_FOLDER", "FAULT_NUMBER", "FAULT_STEP_S"
 
 
 class OrderedRayLink(Obedient, RayLink):
-    def _put(self, layout: Any, tensors: Any) -> Any:
-        boxed, digest = super()._put(layout, tensors)
-        return (super()._put(layout, flipped(tensors))[0], digest) if self.flips else (boxed, digest)
+    def put_tensors(self, layout: Any, tensors: Any) -> Any:
+        boxed, digest = super().put_tensors(layout, tensors)
+        return (super().put_tensors(layout, flipped(tensors))[0], digest) if self.flips else (boxed, digest)
 
 
 class OrderedActor(workers_module.WorkerActor):
@@ -60,7 +60,7 @@ def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], pa
 
 
 def launcher_of(engine: RaySupervisor) -> int:
-    process = engine.cluster._process
+    process = engine.cluster.process
     return process.pid if process else 0
 
 

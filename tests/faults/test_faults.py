@@ -7,13 +7,13 @@ import pytest
 pytest.importorskip("uvicorn", reason="the gateway's parts are not installed")
 pytest.importorskip("cryptography", reason="the gateway's parts are not installed")
 
-from conftest import fill_disk
 from faults.fault_list import POINTS, faults_in_time
 from faults.run import KINDS, Fault, check_ledger, engine_settings, faults_of, run_once, run_side_by_side
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.wire.layout import pieces
-from small_cluster import Hand, delta, opened, report
+from support.disks import fill_disk
+from support.small_cluster import Hand, delta, opened, report
 
 
 @pytest.fixture(autouse=True)
@@ -156,9 +156,9 @@ def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
     monkeypatch.setattr(module, "require_ray", real)
     for _ in range(2):
         with pytest.raises(LinkDown, match="No run is being served"):
-            link._actor()
+            link.actor()
     assert heads.connections == 1
     monkeypatch.setattr(module, "RECONNECT_AFTER_S", 0.0)
     with pytest.raises(LinkDown, match="No run is being served"):
-        link._actor()
-    assert link._actor() == "the synchronizer" and heads.connections == 2
+        link.actor()
+    assert link.actor() == "the synchronizer" and heads.connections == 2

@@ -107,10 +107,10 @@ def flipped(tensors: Any) -> dict[str, Any]:
 
 
 class OrderedLink(Obedient, HttpsLink):
-    def _send(self, path: str, query: Any, ticket_headers: Any, offset: int, layout: Any, tensors: Any) -> str:
+    def send_tensors(self, path: str, query: Any, ticket_headers: Any, offset: int, layout: Any, tensors: Any) -> str:
         if not self.flips:
-            return super()._send(path, query, ticket_headers, offset, layout, tensors)
-        super()._send(path, query, ticket_headers, offset, layout, flipped(tensors))
+            return super().send_tensors(path, query, ticket_headers, offset, layout, tensors)
+        super().send_tensors(path, query, ticket_headers, offset, layout, flipped(tensors))
         return digest_of(layout, tensors)
 
 
@@ -120,10 +120,10 @@ class OrderedWorker(Worker):
     papers: Papers
     step_s = 0.0
 
-    def _before_step(self) -> None:
+    def before_step(self) -> None:
         self.papers.order("in a round")
         time.sleep(self.step_s)
-        super()._before_step()
+        super().before_step()
 
 
 def work(number: int, address: str, token: str, folder: str, step_s: float = 0.0) -> None:

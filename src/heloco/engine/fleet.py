@@ -117,7 +117,7 @@ class Fleet:
         self.running: list[_Member] = []
         self.steps_total = sum(member.steps_left for member in self.waiting)
         self.steps_done = 0
-        self._memory = _free_memory(device)
+        self._memory = free_memory(device)
         longest = max((max(member.chains.values()) for member in self.waiting), default=1)
         self._waves = WAVES.get(device.type, 1)
         self._wanted_width = max(1, min(self.steps_total // (longest * self._waves), WIDEST.get(device.type, 8)))
@@ -252,7 +252,7 @@ def _bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def _free_memory(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -37,7 +37,7 @@ class SequentialInner:
         self.model = task.build_model().to(self.device)
         self._parameters = list(self.model.parameters())
         self._buffers = list(self.model.buffers())
-        self._compiled: nn.Module = torch.compile(self.model) if options.compile else self.model  # type: ignore[assignment]
+        self.compiled_model: nn.Module = torch.compile(self.model) if options.compile else self.model  # type: ignore[assignment]
 
     def run(self, rounds: Sequence[Round]) -> list[Contribution]:
         return [self._run(each) for each in rounds]
@@ -57,7 +57,7 @@ class SequentialInner:
                     self.before_step()
                 optimizer.set_lr(learning_rate(self.options, base + h))
                 batches = [self.task.batch(handed.shard, part) for part in micro_batches]
-                losses.append(self._step(optimizer, batches))
+                losses.append(self.step(optimizer, batches))
                 units += sum(map(self.task.units, batches))
         trace = torch.stack(losses).tolist()
         return Contribution(
@@ -89,12 +89,12 @@ class SequentialInner:
         for ours, theirs in zip(self._buffers, handed.buffers, strict=True):
             ours.copy_(theirs)
 
-    def _step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
+    def step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
         """One inner step over the micro-batches; returns their mean loss, still on the device."""
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                loss = self.task.loss(self._compiled, to_device(batch, self.device)) / len(batches)
+                loss = self.task.loss(self.compiled_model, to_device(batch, self.device)) / len(batches)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         if self.options.clip:

@@ -30,7 +30,7 @@ class FunctionRule(OuterOptimizer):
     def __init__(self, params: Any, **given: Any) -> None:
         super().__init__(params, given)
 
-    def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:  # noqa: ARG002
+    def coefficients_of(self, group: dict[str, Any], weight: float) -> Coefficients:  # noqa: ARG002
         return coefficients(weight=weight)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:  # noqa: ARG002

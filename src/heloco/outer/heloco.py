@@ -70,5 +70,5 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
         super()._check(group)
         correction_constants({name: group[name] for name in CORRECTION})
 
-    def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:
+    def coefficients_of(self, group: dict[str, Any], weight: float) -> Coefficients:
         return corrected_coefficients(weight, (group[name] for name in CORRECTION), self._step_coefficients(group))

@@ -142,7 +142,7 @@ class OuterOptimizer(Optimizer):
         """lr, mu, gain."""
         return group["lr"], group["momentum"], self._gain(group)
 
-    def _coefficients(self, group: dict[str, Any], weight: float) -> Coefficients:
+    def coefficients_of(self, group: dict[str, Any], weight: float) -> Coefficients:
         """How the blocks of a group move, in numbers alone. Without a correction: G = ρΔ."""
         return coefficients(self._step_coefficients(group), weight=weight)
 
@@ -205,7 +205,7 @@ class OuterOptimizer(Optimizer):
         thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
         block_kernels = kernels.BlockKernels(thetas, momenta, deltas, release)
-        of_groups = [self._coefficients(group, weight) for group in self.param_groups]
+        of_groups = [self.coefficients_of(group, weight) for group in self.param_groups]
         sums = block_kernels.step(of_groups, group_of) if self.has_fused_step and scale is None else None
         if sums is None:
             sums = block_kernels.statistics()

@@ -53,12 +53,12 @@ class OwnNames:
             await self._app(scope, receive, send)
             return
         asked = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
-        if len(asked) == 1 and self._is_own(name_in(asked[0])):
+        if len(asked) == 1 and self.is_own(name_in(asked[0])):
             await self._app(scope, receive, send)
         else:
             await _refuse(send)
 
-    def _is_own(self, name: str) -> bool:
+    def is_own(self, name: str) -> bool:
         if is_loopback(name) or name in self._names:
             return True
         try:

@@ -26,7 +26,7 @@ def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
         x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
         if not _trains(x, words):  # an evaluation needs no Σ p w
             return _losses(x, words, targets, mean=False)[0]
-        fused: Tensor = _Fused.apply(x, words, targets)  # type: ignore[no-untyped-call]
+        fused: Tensor = Fused.apply(x, words, targets)  # type: ignore[no-untyped-call]
         return fused
     logits = product(x, words)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -36,7 +36,7 @@ def fusable(x: Tensor, words: Tensor) -> bool:
     """Whether the kernels serve these: they are written for some sizes."""
     if x.shape[2] not in WIDTHS or not may_round(x, words):
         return False
-    return not _trains(x, words) or (x.shape[1] <= TOKENS_AT_ONCE and _stages(x.device) > 0)
+    return not _trains(x, words) or (x.shape[1] <= TOKENS_AT_ONCE and stages(x.device) > 0)
 
 
 def _trains(x: Tensor, words: Tensor) -> bool:
@@ -44,13 +44,13 @@ def _trains(x: Tensor, words: Tensor) -> bool:
 
 
 @functools.cache
-def _stages(device: torch.device) -> int:
+def stages(device: torch.device) -> int:
     """How many tiles ahead the gradient's kernel can load on this device; 0: it does not fit there."""
     held: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return max((stages for stages, needed in SHARED_BYTES.items() if needed <= held), default=0)
+    return max((count for count, needed in SHARED_BYTES.items() if needed <= held), default=0)
 
 
-class _Fused(torch.autograd.Function):
+class Fused(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
         losses, level, mean = _losses(x, words, targets, mean=True)
@@ -103,7 +103,7 @@ def _words_gradient(x: Tensor, words: Tensor, targets: Tensor, level: Tensor, gr
     weight_gradient_kernel[(stack, -(-vocab // GRADIENT_CHUNK))](
         x, words, targets, level, gradient * (1024 / largest), largest / 1024, found, tokens, vocab, GRADIENT_CHUNK,
         WIDTH=width, TOKENS=max(TILE, _power_of_two(tokens)), WORDS=TILE,
-        num_warps=16, num_stages=_stages(x.device),
+        num_warps=16, num_stages=stages(x.device),
     )  # fmt: skip
     return found
 

@@ -73,7 +73,7 @@ class ImagesTask:
         self.digest = f"images-{derive(seed, 'images'):016x}-{images}-{val_images}"
         self._orders = [EpochOrder(images, seed, i) for i in range(len(STYLES))]
         self._train = [self._draw(style, "train", images) for style in STYLES]
-        self._val = [self._draw(style, "val", val_images) for style in STYLES]
+        self.validation = [self._draw(style, "val", val_images) for style in STYLES]
 
     def _draw(self, style: str, split: str, count: int) -> tuple[Tensor, Tensor]:
         draw = np.random.default_rng(derive(self.seed, "images", style, split))
@@ -103,7 +103,7 @@ class ImagesTask:
         training = model.training
         model.eval()
         scores: Scores = {}
-        for style, (images, labels) in zip(STYLES, self._val, strict=True):
+        for style, (images, labels) in zip(STYLES, self.validation, strict=True):
             logits, labels = model(images.to(device)), labels.to(device)
             accuracy = (logits.argmax(1) == labels).float().mean()
             scores[style] = {"loss": float(F.cross_entropy(logits, labels)), "accuracy": float(accuracy)}

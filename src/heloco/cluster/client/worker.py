@@ -57,7 +57,7 @@ class Worker:
         """`done` is called after each round that was handed in."""
         self.tell, self.done = tell, done
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
-        self.inner.before_step = self._before_step
+        self.inner.before_step = self.before_step
         self.keep_state = config.inner.keep_state
         self.stop_requested = ""
         self.rounds = 0
@@ -135,7 +135,7 @@ class Worker:
             self.tell(f"{name} came to nothing: {reason}")
             return f"{name} came to nothing"
 
-    def _before_step(self) -> None:
+    def before_step(self) -> None:
         if self._client is None:
             return
         if reason := self.stop_requested or self._client.obsolete_because:

@@ -77,7 +77,7 @@ class Api:
         self.host, self.service = host, host.service
         self.calls = Calls(host.service)
         self._changes: Changes | None = None
-        self._requests = Buckets(REQUESTS_PER_S, REQUEST_BURST)
+        self.requests_allowed = Buckets(REQUESTS_PER_S, REQUEST_BURST)
         self._looks = Buckets(LOOKS_PER_S, LOOK_BURST)
         self._joins = Buckets(JOINS_PER_S, JOIN_BURST)
         self._models: dict[str, Layout] = {}
@@ -140,7 +140,7 @@ class Api:
         if ticket is None:
             raise Refused(Code.SECRET, "The request has no ticket in the header heloco-machine.")
         is_here = ticket.machine in self.service.state.roster.present
-        self._limit(self._requests, ticket.machine if is_here else _address(request))
+        self._limit(self.requests_allowed, ticket.machine if is_here else _address(request))
         named_run, served_run = header(request.scope, b"heloco-run").decode("latin-1"), self.service.state.run_id
         if named_run != served_run:
             raise Refused(Code.OTHER_RUN, f"This is run {served_run}, not {named_run}: join this one, or fix the address.")

@@ -50,7 +50,7 @@ class Calls:
         self._short = started_pool(SHORT, "gateway-short")
         self._commits = started_pool(COMMITS, "gateway-commits")
         self._files = started_pool(FILES, "gateway-files")
-        self._downloads = 0
+        self.downloads = 0
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
 
     async def call_locked(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T:
@@ -77,12 +77,12 @@ class Calls:
 
     def begin_download(self) -> None:
         """Counts a download. Raises `Refused` if there are too many. `end_download` must follow."""
-        if self._downloads >= self.service.state.roster.seats + SPARE_DOWNLOADS:
+        if self.downloads >= self.service.state.roster.seats + SPARE_DOWNLOADS:
             raise Refused(Code.BUSY, "Too many files are going out at the moment: ask again.")
-        self._downloads += 1
+        self.downloads += 1
 
     def end_download(self) -> None:
-        self._downloads -= 1
+        self.downloads -= 1
 
     async def call_long(self, name: Hashable, machine: str | None, function: Callable[..., T], *arguments: Any) -> T | None:
         """Calls a slow function. Returns None if it takes longer than `ANSWER_S`; a repeated request waits for the same call."""

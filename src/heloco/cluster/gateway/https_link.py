@@ -286,7 +286,7 @@ class HttpsLink:
         progress = self._ask("GET", "contribution", m.UploadState, params=query, headers=headers)
         if progress.ack is not None:
             return progress.ack
-        digest = self._send("contribution", query, headers, progress.size, layout, tensors)
+        digest = self.send_tensors("contribution", query, headers, progress.size, layout, tensors)
         commit = m.ContributionCommit(
             worker=key.worker, round=key.round, version=key.version, digest=digest, loss=report.loss,
             last_loss=report.last_loss, samples=report.samples, units=report.units,
@@ -296,10 +296,10 @@ class HttpsLink:
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
         headers = self._ticket_headers(ticket)
         size = self._post("model", m.ModelOffer(layout=layout.entries), m.UploadState, headers=headers).size
-        digest = self._send("model", {}, headers, size, layout, tensors)
+        digest = self.send_tensors("model", {}, headers, size, layout, tensors)
         self._post_long("model/commit", m.ModelCommit(names=tuple(names), digest=digest), headers=headers)
 
-    def _send(
+    def send_tensors(
         self,
         path: str,
         query: dict[str, Any],

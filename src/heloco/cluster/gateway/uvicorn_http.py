@@ -3,7 +3,7 @@ server starts.
 
 uvicorn has no way to count connections before TLS, to refuse a second request on a connection that
 is still answering the first, or to answer in our own words what is no HTTP.
-`tests/test_uvicorn_http.py` fails when a new version has other names.
+`tests/cluster/test_uvicorn_http.py` fails when a new version has other names.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ class Http(HttpToolsProtocol):
 
     def __init__(self, config: uvicorn.Config, server_state: Any, app_state: dict[str, Any], owner: Owner) -> None:
         super().__init__(config, server_state, app_state)
-        self._owner, self._served, self._is_pipelined = owner, self.app, False
+        self._owner, self.served_app, self._is_pipelined = owner, self.app, False
         self.app: Any = self._serve
 
     async def _serve(self, scope: Any, receive: Any, send: Any) -> None:
-        await self._owner.serve(self._served, scope, receive, send)
+        await self._owner.serve(self.served_app, scope, receive, send)
 
     def feed(self, data: memoryview) -> bool:
         """Parses bytes. True if a request is under way now, or began and was answered during the call."""
@@ -67,7 +67,7 @@ class Http(HttpToolsProtocol):
         """Cancels the keep-alive timer, which uvicorn leaves and which would hold the connection in memory."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        self.app = self._served
+        self.app = self.served_app
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words
         self._owner.refuse(pipelined=self._is_pipelined)

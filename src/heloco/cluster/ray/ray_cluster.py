@@ -78,7 +78,7 @@ class Cluster:
 
     def __init__(self, address: str, client_address: str = "", token_file: Path | None = None) -> None:
         self.address, self.client_address, self.token_file = address, client_address, token_file
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         self.folder: PrivateFolder | None = None
         """The private folder of a Ray that was started here."""
         self._environment = _Environment()
@@ -86,11 +86,11 @@ class Cluster:
 
     @property
     def started_here(self) -> bool:
-        return self._process is not None
+        return self.process is not None
 
     def has_ended(self) -> bool:
         """Whether one of Ray's processes has ended. The launcher then ends the others and itself."""
-        return self._process is not None and self._process.poll() is not None
+        return self.process is not None and self.process.poll() is not None
 
     def last_words(self) -> str:
         """The last line that Ray printed at its start."""
@@ -106,14 +106,14 @@ class Cluster:
             with contextlib.suppress(Exception), _own_signals():  # Ray may be gone already
                 ray.shutdown()
             self._connected = False
-        if self._process is not None:
-            if self._process.stdin:
-                self._process.stdin.close()  # makes the launcher stop Ray
+        if self.process is not None:
+            if self.process.stdin:
+                self.process.stdin.close()  # makes the launcher stop Ray
             try:
-                self._process.wait(STOP_S)
+                self.process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                self.process.kill()
+                self.process.wait()
         if self.folder is not None:
             self.folder.remove()
         if for_good:
@@ -169,7 +169,7 @@ def _start(
         if number and listens("127.0.0.1" if host in LOOPBACK else host, number):
             raise UserError(f"The port {number} is in use on {host}: choose another, or end what uses it.")
     client_port = client_port or _free_port()
-    cluster._environment.change(PINGS | _settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
+    cluster._environment.change(PINGS | ray_settings(token_file=cluster.token_file, tls=tls, loopback=host in LOOPBACK))
     host = "127.0.0.1" if host in LOOPBACK else host
     store = min(max(store_bytes, STORE_MINIMUM_BYTES), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [
@@ -182,7 +182,7 @@ def _start(
     environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
     folder.check()
     with (folder.path / START_LOG).open("wb") as log:
-        cluster._process = subprocess.Popen(
+        cluster.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
     cluster.address = _wait_until_up(cluster, folder)
@@ -210,7 +210,7 @@ def _join(ray: Any, address: str, client: bool, token: str, token_file: Path | N
     ray_token = token or _find_token(token_file)
     probe(address, ray_token, tls, client=client)
     loopback = not client and host in LOOPBACK and not listens(ray.util.get_node_ip_address(), port)
-    cluster._environment.change(_settings(token=ray_token, token_file=token_file, tls=tls, loopback=loopback))
+    cluster._environment.change(ray_settings(token=ray_token, token_file=token_file, tls=tls, loopback=loopback))
     try:
         if not client and not is_node_here():
             raise UserError(
@@ -234,7 +234,7 @@ def _find_token(token_file: Path | None) -> str:
     return ""
 
 
-def _settings(*, token: str = "", token_file: Path | None = None, tls: Tls | None, loopback: bool) -> dict[str, str]:
+def ray_settings(*, token: str = "", token_file: Path | None = None, tls: Tls | None, loopback: bool) -> dict[str, str]:
     settings = {**KEEPALIVE, **QUIET, **(tls.settings() if tls else {})}
     if token_file is not None:
         settings |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file.resolve()), "RAY_AUTH_TOKEN": ""}
@@ -250,7 +250,7 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
                 break
             except RuntimeError as error:
-                raise _translate(error, cluster.address) from error
+                raise translate(error, cluster.address) from error
             except (ConnectionError, ray.exceptions.RayError, OSError) as error:
                 if last or not address.startswith("ray://"):
                     raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
@@ -259,7 +259,7 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
     silence_deaths()
 
 
-def _translate(error: RuntimeError, address: str) -> UserError:
+def translate(error: RuntimeError, address: str) -> UserError:
     """A UserError for Ray's own error. If the versions differ, Ray names both in a text of several lines."""
     versions = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
     if len(versions) == 2 and versions[0] != versions[1]:

@@ -1,5 +1,5 @@
 """All that is used of Ray beyond its documentation, with the reason for each. Measured with Ray 2.60, which is why its version is
-pinned. `tests/test_ray_internals.py` fails when a new version has other names.
+pinned. `tests/cluster/test_ray_internals.py` fails when a new version has other names.
 """
 
 import importlib

@@ -67,7 +67,7 @@ class RayLink:
 
     # ---- calls
 
-    def _actor(self, *, may_reconnect: bool = True) -> Any:
+    def actor(self, *, may_reconnect: bool = True) -> Any:
         """The synchronizer's actor. After it was lost it is looked up by name again, because the
         head starts another one from the journal. With `may_reconnect`, the connection is closed if
         no actor is found for long; the next call opens a new one."""
@@ -122,7 +122,7 @@ class RayLink:
 
     def _ask(self, method: str, *arguments: Any, within_s: float = ANSWER_S, machine: str = "") -> Any:
         with self._reaching():
-            actor = self._actor()
+            actor = self.actor()
             reference = getattr(actor, method).remote(*arguments)
             return _read(self._wait_for(actor, reference, within_s, machine))
 
@@ -154,7 +154,7 @@ class RayLink:
 
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
         with self._beating, self._reaching():
-            actor = self._actor(may_reconnect=False)
+            actor = self.actor(may_reconnect=False)
             answer: m.BeatAnswer = _read(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
             return answer
 
@@ -244,38 +244,38 @@ class RayLink:
         with self._reaching():
             self._ray.wait(shared, num_returns=len(shared), timeout=0)  # starts the transfer of all pieces
             while shared:
-                piece = self._wait_for(self._actor(), shared.pop(0), within_s, ticket.machine)
+                piece = self._wait_for(self.actor(), shared.pop(0), within_s, ticket.machine)
                 if bytes_received + len(piece) > layout.size:
                     break
                 self._room[bytes_received : bytes_received + len(piece)] = (
                     piece  # copied, because memory that Ray shares is read-only
                 )
                 bytes_received += len(piece)
-            self._actor().release_start.remote(ticket.machine)
+            self.actor().release_start.remote(ticket.machine)
         if bytes_received != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
             raise LinkDown("What arrived is not of the run's model: the synchronizer has changed its run.")
 
     def hand_in(
         self, ticket: Ticket, key: RoundKey, layout: Layout, tensors: Mapping[str, Tensor], report: m.ContributionReport
     ) -> m.Acknowledgement:
-        references, digest = self._put(layout, tensors)
+        references, digest = self.put_tensors(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
         call = ("hand_in", ticket, key, references, digest, report)
         ack: m.Acknowledgement = self._ask(*call, within_s=within_s, machine=ticket.machine)
         return ack
 
     def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
-        references, digest = self._put(layout, tensors)
+        references, digest = self.put_tensors(layout, tensors)
         within_s = tensor_deadline_s(layout.size) + ANSWER_S
         commit = m.ModelCommit(names=tuple(names), digest=digest)
         self._ask("send_model", ticket, layout, references, commit, within_s=within_s, machine=ticket.machine)
 
-    def _put(self, layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[list[Any], str]:
+    def put_tensors(self, layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[list[Any], str]:
         """Puts the file with these tensors into this machine's store, from which the synchronizer
         fetches it. Returns the references of its pieces, and the digest of the file."""
         digest = xxhash.xxh3_128()
         with self._reaching():
-            self._actor()  # raises LinkDown before anything is put if there is no synchronizer
+            self.actor()  # raises LinkDown before anything is put if there is no synchronizer
             references = []
             for piece in in_pieces(pieces(layout, tensors)):
                 digest.update(piece.data)

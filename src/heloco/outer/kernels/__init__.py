@@ -56,7 +56,7 @@ class BlockKernels:
         """Whether the first block speaks for all, as far as kernels are concerned."""
         served: dict[tuple[ModuleType, Hashable], list[int]] = {}
         for index, block in enumerate(zip(*lists, strict=True)):
-            served.setdefault(_kernels(*block), []).append(index)
+            served.setdefault(kernels_for(*block), []).append(index)
             if self.is_homogeneous:
                 break
         every = slice(None)
@@ -95,12 +95,12 @@ class BlockKernels:
             part.update(rules[indices])
 
 
-def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tuple[ModuleType, Hashable]:
+def kernels_for(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tuple[ModuleType, Hashable]:
     """The kernels that serve a block, and what blocks must have in common to go through them together."""
     if on_gpu(momentum):
         device = momentum.get_device()
         if device == parameter.get_device() == pseudo_gradient.get_device():
-            gpu = _gpu(device)
+            gpu = gpu_kernels(device)
             if gpu is not None and gpu.serves(parameter, momentum, pseudo_gradient):
                 return gpu, (device, pseudo_gradient.dtype)
     elif native.serves(parameter, momentum, pseudo_gradient):
@@ -111,12 +111,12 @@ def _kernels(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tu
 def name_for(device: torch.device) -> str:
     """Which kernels serve plain blocks on a device: compiled (native.c), triton, or portable (torch operations)."""
     if device.type == "cuda":
-        return "portable" if _gpu(device.index or 0) is None else "triton"
+        return "portable" if gpu_kernels(device.index or 0) is None else "triton"
     return "compiled" if device.type == "cpu" and native.available else "portable"
 
 
 @lru_cache
-def _gpu(device: int) -> ModuleType | None:
+def gpu_kernels(device: int) -> ModuleType | None:
     """The kernels for the GPU of this number, or None: not wanted, without Triton, or where Triton cannot compile for it."""
     if not compiled_kernels_wanted():
         return None

@@ -86,7 +86,7 @@ def _products(u, m, offset, length, U: tl.constexpr, WHOLE: tl.constexpr, SIZE: 
 
 
 @triton.jit(do_not_specialize=["blocks"])
-def _statistics(table, blocks, chunks, parts, rules, U: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr):
+def statistics_kernel(table, blocks, chunks, parts, rules, U: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
     block = tl.load(chunks + 3 * chunk)
     offset = tl.load(chunks + 3 * chunk + 1)
@@ -233,7 +233,7 @@ class BlockKernels:
 
     def statistics(self) -> npt.NDArray[np.float64]:
         """u·u, m·m and u·m of each block, a row each, with one transfer to the host for all of them."""
-        sums, _ = self._decide(self.table([coefficients()], [0] * self._blocks))
+        sums, _ = self.decide(self.table([coefficients()], [0] * self._blocks))
         return sums.cpu().numpy()
 
     def update(self, rules: npt.ArrayLike) -> None:
@@ -252,18 +252,18 @@ class BlockKernels:
 
     def launch(self, table: Tensor) -> Tensor:
         """The three launches; the sums, still on the GPU."""
-        sums, rules = self._decide(table)
+        sums, rules = self.decide(table)
         self._update(table, rules)
         return sums
 
-    def _decide(self, table: Tensor) -> tuple[Tensor, Tensor]:
+    def decide(self, table: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of each block; then 1 if all pseudo-gradients are finite, followed by the rule of each block."""
         count = len(self._chunks)
         parts = torch.empty(3 * count, dtype=torch.float32, device=self._device)
         sums = torch.empty(self._blocks, 3, dtype=torch.float64, device=self._device)
         rules = torch.empty(1 + 5 * self._blocks, dtype=torch.float64, device=self._device)
         with torch.cuda.device_of(table):
-            _statistics[(count,)](
+            statistics_kernel[(count,)](
                 table, self._blocks, self._chunks, parts, rules, self._u, CHUNK, TAIL, num_warps=WARPS, enable_fp_fusion=True
             )
             # without fused multiplications and additions, so that the host comes to the same decisions from the same sums

@@ -48,8 +48,8 @@ def _function(name: str, dtype: torch.dtype, pseudo_gradient_dtype: torch.dtype)
     return f"heloco_{name}_{NAMES[dtype]}_{NAMES[pseudo_gradient_dtype]}"
 
 
-_library = _load()
-available = _library is not None
+library = _load()
+available = library is not None
 
 
 def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> bool:
@@ -94,7 +94,7 @@ class BlockKernels:
         self._call("update", self._p, self._m, self._u, last=of_pieces)
 
     def _call(self, name: str, *addresses: npt.NDArray[np.int64], last: npt.NDArray[np.float64]) -> None:
-        kernel = getattr(_library, _function(name, *self._dtypes))
+        kernel = getattr(library, _function(name, *self._dtypes))
         for window in windows(self._pieces.length) if self._release is not None else (slice(None),):
             arrays = [array[window] for array in (*addresses, self._pieces.length)]
             pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]

@@ -14,7 +14,7 @@ CELLS = 40_000
 def correction(runs: Sequence[Run]) -> Chart | None:
     """Of the runs that have blocks on their tape."""
     cells = max(4000, min(CELLS, 4 * CELLS // len(runs)))
-    views = [view for run in runs if (view := _heat(run, cells))]
+    views = [view for run in runs if (view := heat_of(run, cells))]
     about = (
         "The cosine of each arriving block with the outer momentum, and what became of it: kept, damped, turned towards the "
         "momentum, or skipped (left as it was, one of the two being all but zero). Rules without one damp and turn nothing."
@@ -22,7 +22,7 @@ def correction(runs: Sequence[Run]) -> Chart | None:
     return Chart("correction", "What the correction did", about, views, "run") if views else None
 
 
-def _heat(run: Run, cells: int) -> View | None:
+def heat_of(run: Run, cells: int) -> View | None:
     tape, blocks = run.tape, run.facts.blocks
     applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
     if not applied:

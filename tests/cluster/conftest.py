@@ -1,0 +1,45 @@
+"""Runs that several files of tests serve."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heloco.cluster.server.open_run import new_run
+from heloco.engine.build import build_task
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.task import Task
+from support.gateways import SETTINGS, Serve, Served
+from support.programs import Programs
+
+
+@pytest.fixture(scope="session")
+def tiny(cache: Path) -> tuple[Task, RunConfig]:  # noqa: ARG001
+    return build_task(resolve(with_fields(RunConfig(), SETTINGS)))
+
+
+@pytest.fixture
+def serve(tiny: tuple[Task, RunConfig], tmp_path: Path) -> Iterator[Serve]:
+    made: list[Served] = []
+
+    def begin(page: Any = None, **settings: Any) -> Served:
+        task, config = tiny
+        folder = tmp_path / f"run-{len(made)}"
+        made.append(Served(new_run(task, with_fields(config, settings), folder), folder, page))
+        return made[-1]
+
+    yield begin
+    for served in made:
+        served.close()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Programs]:  # noqa: ARG001
+    made = Programs(tmp_path_factory.mktemp("programs"))
+    yield made
+    for program in reversed(made.started):  # machines before those they would have to take leave of
+        program.clear_away()
+
+
+# ---- two workers of this machine, to the end

@@ -1,0 +1,238 @@
+"""Ruling a run that is served: `heloco tokens`, `evict`, `pause`, `unpause`, `stop`, with tokens from wherever they may come."""
+
+import json
+import os
+import pty
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from heloco.cluster.client.run_client import RunClient
+from heloco.cluster.gateway.https_link import HttpsLink
+from heloco.cluster.protocol.messages import Wait
+from heloco.cluster.protocol.refusals import Refused
+from heloco.cluster.server.process import ListenConfig, RunHost
+from heloco.errors import UserError
+from heloco.records.events import Part
+from heloco.records.journal_reader import FOLDER, read_events
+from support.runs import heloco
+from support.small_cluster import delta, opened, report
+
+SETTINGS = {"arrivals": 1000, "beat_s": 0.2}
+RIGHTS = ("worker", "viewer", "admin")
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch):
+    for name in ("HELOCO_TOKEN", "HELOCO_TOKEN_FILE", "HELOCO_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def host(tmp_path):
+    host = RunHost(opened(tmp_path / "run", None, **SETTINGS), ListenConfig("127.0.0.1", 0))
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def folder(host):
+    return host.service.state.folder
+
+
+@pytest.fixture
+def machine(host):
+    made = []
+
+    def join(name, token=None):
+        made.append(HttpsLink(host.address, token or host.token("worker")))
+        client = RunClient(made[-1], name, tell=lambda _: None, patience_s=5.0)
+        client.join()
+        return client
+
+    yield join
+    for link in made:
+        link.close()
+
+
+def said(*command):
+    done = heloco(*command)
+    assert done.code == 0, done.err
+    return done.out
+
+
+def refused(*command):
+    done = heloco(*command)
+    assert done.code == 2 and "Traceback" not in done.err, done
+    return done.err.replace("\n", " ")
+
+
+# ---- tokens
+
+
+def listed(folder):
+    return {token["id"]: token for token in json.loads(said("tokens", folder, "--json"))}
+
+
+def test_a_run_has_a_token_of_each_right_and_nobody_else_can_read_them(host, folder):
+    tokens = listed(folder)
+    assert sorted(token["right"] for token in tokens.values()) == sorted(RIGHTS)
+    file = folder / "credentials" / "tokens.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
+    text = said("tokens", folder) + json.dumps(tokens)
+    assert not any(host.tokens.first(right).secret in text for right in RIGHTS)
+
+
+def test_a_new_token_does_what_its_right_says_until_it_is_revoked(host, folder, machine):
+    token = json.loads(said("tokens", folder, "--new", "worker", "--note", "for Ann", "--json"))
+    client = machine("ann", token["token"])
+    assert client.take() is not None
+    assert listed(folder)[token["id"]]["machines"] == 1 and listed(folder)[token["id"]]["note"] == "for Ann"
+    assert token["id"] in said("tokens", folder, "--revoke", token["id"])
+    assert not host.status().machines
+    with pytest.raises(UserError, match="does not accept the token"):
+        client.take()
+    with pytest.raises(UserError, match="does not accept the token"):
+        machine("ann", token["token"])
+    assert machine("ben").take() is not None  # the run's first token still holds
+    assert listed(folder)[token["id"]]["is_revoked"]
+
+
+def test_what_each_right_may_not_do(host, machine):
+    machine("m")
+    for right in ("worker", "viewer"):
+        for command in (["stop"], ["pause"], ["unpause"], ["evict", "m"], ["tokens"], ["tokens", "--new", "admin"]):
+            err = refused(*command, host.address, "--token", host.token(right))
+            assert "heloco tokens" in err and right in err, err
+    for right in ("viewer", "admin"):
+        with pytest.raises(Refused, match=right):
+            machine("m", host.token(right))
+    assert host.status().ended is None and len(host.status().machines) == 1
+
+
+@pytest.mark.usefixtures("host")
+def test_mistakes_about_tokens(folder):
+    assert "worker" in refused("tokens", folder, "--new", "wroker")
+    assert "nobody" in refused("tokens", folder, "--revoke", "nobody")
+    [admin] = [token for token in listed(folder).values() if token["right"] == "admin"]
+    assert "last" in refused("tokens", folder, "--revoke", admin["id"])
+    assert said("tokens", folder)
+
+
+def test_tokens_are_the_same_when_the_run_is_served_again(host, folder):
+    before = [host.token(right) for right in RIGHTS]
+    new = said("tokens", folder, "--new", "viewer").strip()
+    host.close()
+    again = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
+    try:
+        assert [again.token(right) for right in RIGHTS] == before
+        assert "arrivals" in said("status", again.address, "--token", new, "--json")
+    finally:
+        again.close()
+
+
+# ---- where a token may come from
+
+
+def test_a_token_comes_from_a_flag_a_file_or_the_environment(host, tmp_path, monkeypatch):
+    file = tmp_path / "token"
+    file.write_text(f"{host.token('viewer')}\n")
+    assert said("status", host.address, "--token-file", file, "--json")
+    monkeypatch.setenv("HELOCO_TOKEN_FILE", str(file))
+    assert said("status", host.address, "--json")
+    monkeypatch.setenv("HELOCO_TOKEN", host.token("worker"))  # nearer than the file
+    assert "worker" in refused("status", host.address, "--json")
+    assert said("status", host.address, "--token", host.token("admin"), "--json")
+    monkeypatch.delenv("HELOCO_TOKEN")
+    monkeypatch.setenv("HELOCO_TOKEN_FILE", str(tmp_path / "none"))
+    assert str(tmp_path / "none") in refused("status", host.address)
+
+
+def test_a_token_is_asked_for_at_a_terminal_and_does_not_show(host):
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "heloco.cli", "status", host.address, "--json"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True, text=True)
+    os.close(theirs)
+    asked = b""
+    while not asked.rstrip().endswith(b":"):
+        asked += os.read(ours, 1000)
+    assert b"Token" in asked
+    os.write(ours, host.token("viewer").encode() + b"\n")
+    out, _ = process.communicate()
+    os.close(ours)
+    assert process.returncode == 0 and json.loads(out)["arrivals"] == 0
+    assert host.token("viewer") not in out
+
+
+# ---- evicting, pausing, stopping
+
+
+def test_an_evicted_machine_is_gone_for_good_and_the_others_do_not_notice(host, folder, machine):
+    bad, good = machine("bad"), machine("good")
+    taken = bad.take()
+    assert f"heloco tokens {folder} --revoke" in said("evict", "bad", folder, "--reason", "it sends rubbish")
+    assert [m.name for m in host.status().machines] == ["good"]
+    with pytest.raises(Refused, match="it sends rubbish"):
+        bad.hand_in(taken.key, delta(1), report())
+    with pytest.raises(Refused, match="it sends rubbish"):
+        RunClient(bad.link, "bad", returning=bad.joined.ticket, tell=lambda _: None).join()
+    theirs = good.take()
+    assert good.hand_in(theirs.key, delta(2), report()).arrival == 1
+    parts = [event for event, _ in read_events(folder / FOLDER) if isinstance(event, Part)]
+    assert [(part.kind, part.text) for part in parts if part.kind == "evicted"] == [("evicted", "it sends rubbish")]
+
+
+def test_which_machine_is_meant(host, folder, machine):
+    machine("twin")
+    machine("twin")
+    err = refused("evict", "twin", folder)
+    ids = [m.machine for m in host.status().machines]
+    assert all(one in err for one in ids)
+    said("evict", ids[0], folder)
+    assert [m.machine for m in host.status().machines] == ids[1:]
+    assert ids[1] in refused("evict", "nobody", folder)
+    assert "never a machine" in refused("evict", "nobody#00000000", folder)
+
+
+def test_a_machine_that_has_left_can_be_evicted_by_its_id(folder, machine):
+    gone = machine("gone")
+    gone.leave()
+    assert "may not come back" in said("evict", gone.joined.ticket.machine, folder, "--reason", "we know it")
+    with pytest.raises(Refused, match="we know it"):
+        RunClient(gone.link, "gone", returning=gone.joined.ticket, tell=lambda _: None).join()
+
+
+def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):
+    client = machine("m")
+    taken = client.take()
+    assert "unpause" in said("pause", folder, "--reason", "the room is hot")
+    assert "the room is hot" in said("status", folder)
+    assert client.hand_in(taken.key, delta(1), report()).arrival == 1  # what is under way counts
+    answer = client.link.next_round(client.joined.ticket, 0.0)
+    assert isinstance(answer, Wait) and answer.kind == "paused" and "the room is hot" in answer.text
+    said("unpause", folder)
+    assert client.take() is not None
+
+
+def test_a_pause_by_hand_outlives_the_process(host, folder):
+    said("pause", folder, "--reason", "for the night")
+    host.close()
+    again = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
+    try:
+        assert "for the night" in said("status", folder)
+        said("unpause", folder)
+        assert "for the night" not in said("status", folder)
+    finally:
+        again.close()
+
+
+def test_a_run_is_stopped_from_its_folder(host, folder):
+    assert "saved" in said("stop", folder)
+    assert host.status().ended.kind == "stopped"
+
+
+def test_a_folder_that_was_never_served(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "was never served" in refused("status", tmp_path / "empty")

@@ -1,0 +1,78 @@
+"""What must not grow with a run: the synchronizer's memory, and what a restart reads."""
+
+import gc
+import shutil
+import tracemalloc
+from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from heloco.cluster.server.service import Service
+from support.small_cluster import Clock, Hand, delta, opened
+
+MACHINES = 4
+SETTINGS = {"paces": [1.0] * MACHINES, "arrivals": 1_000_000, "checkpoint_every": 50, "inner_steps": 1}
+FIRST, THEN = 500, 100
+"""Arrivals: until all that is remembered of the last ones is there, and after that."""
+
+
+def contribute(service: Service, machines: list[Hand], arrivals: int) -> None:
+    """Each machine in turn takes a round and hands it in."""
+    for number in range(arrivals):
+        machine = machines[number % len(machines)]
+        machine.take()
+        machine.hand_in(delta(number % 50, 1e-3))
+        service.housekeeping.tick()
+        service.housekeeping.save_if_due(wait=True)
+
+
+def held_bytes() -> int:
+    gc.collect()
+    return tracemalloc.get_traced_memory()[0]
+
+
+def restart_reads(folder: Path, copy: Path, digest: str) -> int:
+    """Bytes that a restart reads of what a kill would leave now."""
+    shutil.copytree(folder, copy)
+    before = bytes_read()
+    again = opened(copy, Clock(), **SETTINGS)
+    read = bytes_read() - before
+    assert again.state.run is not None and again.state.run.digest() == digest
+    again.close()
+    return read
+
+
+def bytes_read() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
+
+
+def growth(folder: Path) -> tuple[list[int], int]:
+    """Bytes held more after each hundred arrivals, and bytes a restart reads more after all of them."""
+    service = opened(folder / "run", Clock(), **SETTINGS)
+    run = service.state.run
+    assert run is not None
+    machines = [Hand(service, f"machine-{i}") for i in range(MACHINES)]
+    tracemalloc.start(1)
+    contribute(service, machines, FIRST)
+    read = restart_reads(folder / "run", folder / "first", run.digest())
+    held = [held_bytes()]
+    for _ in range(3):
+        contribute(service, machines, THEN)
+        held.append(held_bytes())
+    tracemalloc.stop()
+    read_then = restart_reads(folder / "run", folder / "then", run.digest())
+    service.close()
+    return [after - before for before, after in pairwise(held)], read_then - read
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not tell what a process reads")
+def test_memory_and_what_a_restart_reads_do_not_grow_with_arrivals(tmp_path):
+    # In a process of its own: threads and caches that earlier tests left would be counted as well.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        held_more, read_more = alone.submit(growth, tmp_path).result()
+    assert min(held_more) < 40 * THEN  # what is kept of each arrival would show each time
+    assert read_more < 8 * 3 * THEN

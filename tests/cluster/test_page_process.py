@@ -1,0 +1,137 @@
+"""The live page in a process of its own: started by a look, ended with the run or when nobody looks."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+for part in ("starlette", "httptools", "httpx", "plotly", "jinja2"):
+    pytest.importorskip(part, reason=f"{part} is not installed")
+
+import httpx  # noqa: E402
+
+from heloco.cluster.server.process import ListenConfig, RunHost  # noqa: E402
+from support.page_processes import page_processes  # noqa: E402
+from support.small_cluster import Hand, opened  # noqa: E402
+
+LIMIT_S = 60.0
+
+
+def until_gone(folder: Path) -> None:
+    end = time.monotonic() + LIMIT_S
+    while page_processes(folder):
+        assert time.monotonic() < end
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def host(folder):
+    made = RunHost(opened(folder), ListenConfig("127.0.0.1", 0, ("localhost",), page="heloco.cli.page:page_of"))
+    yield made
+    made.close()
+    until_gone(folder)
+
+
+@pytest.fixture
+def browser(host):
+    key = host.tokens.first("viewer").secret
+    with httpx.Client(
+        base_url=host.address, verify=False, trust_env=False, timeout=LIMIT_S, cookies={"heloco-view": key}
+    ) as made:
+        yield made
+
+
+def test_the_first_look_starts_it_and_later_looks_use_it(host, folder, browser):
+    hand = Hand(host.service, "m")
+    hand.work(1)
+    assert page_processes(folder) == []
+    page = browser.get("/page/")
+    assert page.status_code == 200 and "<html" in page.text and page.headers["cache-control"] == "no-store"
+    [process] = page_processes(folder)
+    assert browser.get("/page/").status_code == 200
+    assert browser.head("/page/").status_code == 200 and browser.get("/page/events?seen=x").status_code == 400
+    for strange in ("/page/%00", "/page/nothing", "/page//", "/page/%2e%2e/v1/status"):
+        assert browser.get(strange).status_code == 404
+    for seen in ("", "²", "%00", "1" * 30):
+        assert browser.get(f"/page/events?seen={seen}").status_code == 400
+    for seen in ("²".encode(), b"x", b"-", b"\xff"):
+        assert browser.get("/page/events", headers=[(b"last-event-id", seen)]).status_code == 400
+    assert page_processes(folder) == [process]
+
+
+def test_events_come_through_and_end_with_the_browser(host, folder, browser):
+    hand = Hand(host.service, "m")
+    with browser.stream("GET", "/page/events?seen=-1") as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        lines = events.iter_lines()
+        version = int(next(lines).removeprefix("id: "))
+        hand.work(1)
+        assert any(line == f"id: {version + 1}" for line in lines)
+    hand.work(1)  # nobody is there to see it
+    [process] = page_processes(folder)
+    end = time.monotonic() + LIMIT_S
+    while connections_of(process):
+        assert time.monotonic() < end, "the page's process still serves a browser that has gone"
+
+
+def connections_of(process: int) -> int:
+    """How many connections its socket has: those in state 03."""
+    inodes = set()
+    for link in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it was closed meanwhile
+            inodes.add(str(link.readlink()).removeprefix("socket:[").removesuffix("]"))
+    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return sum(line[6] in inodes and line[5] == "03" and "heloco-page-" in line[-1] for line in lines)
+
+
+def test_where_it_is_killed_the_next_look_starts_another(folder, browser):
+    assert browser.get("/page/").status_code == 200
+    [process] = page_processes(folder)
+    os.kill(process, signal.SIGKILL)
+    assert browser.get("/page/").status_code == 200
+    assert page_processes(folder) not in ([], [process])
+
+
+def test_it_ends_with_the_process_that_started_it(folder, tmp_path):
+    opened(folder).close()
+    script = (
+        "import asyncio, sys\n"
+        "from pathlib import Path\n"
+        "from heloco.report.page_process import PageProcess\n"
+        "page = PageProcess(Path(sys.argv[1]))\n"
+        "asyncio.run(page.ready())\n"
+        "print('started', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    starter = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert starter.stdout is not None and starter.stdout.readline() == "started\n"
+    assert len(page_processes(folder)) == 1
+    starter.kill()
+    starter.wait()
+    until_gone(folder)
+
+
+def test_it_ends_when_nobody_looks(folder, tmp_path):
+    opened(folder).close()
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from heloco.report import page_process\n"
+        "page_process.IDLE_S = 0.1\n"
+        "page_process.main(Path(sys.argv[1]), Path(sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", script, str(folder), str(tmp_path / "socket")]
+    idle = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert idle.wait(LIMIT_S) == 0

@@ -1,0 +1,484 @@
+"""A run on a real Ray: workers in processes of their own, faults by SIGKILL, the journal as the witness."""
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("ray", reason="ray is not installed")
+
+from faults.account import check_arrivals, check_ledger
+from heloco.cluster.client.worker import task_of
+from heloco.cluster.protocol.link import LinkDown, digest_of
+from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo, Ticket
+from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
+from heloco.cluster.ray.probe import probe, split
+from heloco.cluster.ray.ray_cluster import Tls, ray_settings, translate, check_versions, require_ray
+from heloco.cluster.ray.ray_internals import PINGS
+from heloco.cluster.ray.store import store_bytes
+from heloco.cluster.server.process import spec_of
+from heloco.cluster.server.replay import replay
+from heloco.cluster.server.resident_memory import memory_of
+from heloco.errors import UserError
+from heloco.records.events import Abandon, Dispatch, Event, Part
+from heloco.records.journal_reader import read_events
+from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.wire.layout import Layout, pieces
+from ray_folder import beyond_loopback, family, listening
+from support import small_cluster
+from support.runs import evals, tape
+
+LONGEST_S = 90.0
+TINY: dict[str, Any] = {
+    "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "batch_size": 2, "lr": 0.003,
+    "paces": [1.0, 1.0, 1.0], "method": "heloco-ramp", "checkpoint_every": 17, "eval_every": 25, "beat_s": 0.5, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster(cache: Path) -> Iterator[Cluster]:  # noqa: ARG001 - Ray's processes inherit it
+    found = start_ray(store_bytes=300_000_000)
+    yield found
+    found.stop()
+
+
+def config(**settings: Any) -> RunConfig:
+    return resolve(with_fields(RunConfig(), {**TINY, **settings}))
+
+
+def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_S) -> Any:
+    end = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} took longer than {limit_s} s"
+        time.sleep(0.02)
+    return found
+
+
+def events(folder: Path) -> list[tuple[int, Event]]:
+    return [(mark.number, event) for event, mark in read_events(folder / "journal")]
+
+
+def check_exact(folder: Path, arrivals: int) -> None:
+    """Every contribution once, no window of data skipped or repeated, and the journal gives the same parameters to the bit."""
+    accepted = [line for line in tape(folder) if line["verdict"] != "refused"]
+    check_arrivals(accepted, arrivals)
+    state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1])
+    check_ledger(accepted, state["books"])
+    run = RunFolder.open(folder)
+    config, digest = (folder / "config.toml").read_text(), run.meta()["task_digest"]
+    info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
+    found = replay(run, task_of(info, device="cpu")[0])
+    assert not found.difference, found.difference
+    assert (found.lines, found.digest) == (arrivals, tape(folder)[-1]["digest"])
+
+
+# ---- a run that nothing disturbs, and machines that come over every way
+
+
+JOINING = """
+import sys
+import torch
+from heloco.cluster.client.worker import Worker, task_of
+from heloco.cluster.ray import RayLink
+torch.set_num_threads(1)
+link = RayLink(sys.argv[1])
+info = link.describe()
+task, config = task_of(info, device="cpu")
+print(Worker(task, config).run(link, sys.argv[2], info.run))
+"""
+
+
+@contextlib.contextmanager
+def joining(cluster: Cluster, address: str, name: str) -> Iterator["subprocess.Popen[str]"]:
+    """A process that is none of Ray's own and takes part."""
+    assert cluster.token_file
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = bare | {"RAY_AUTH_TOKEN_PATH": str(cluster.token_file), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", JOINING, address, name]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, monkeypatch):
+    arrivals = 60
+    folder = tmp_path / "run"
+    spec = spec_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(RaySupervisor(spec, workers=2, cluster=cluster))
+        outside = [
+            stack.enter_context(joining(cluster, address, name))
+            for address, name in ((f"ray:{cluster.address}", "node"), (cluster.client_address, "client"))
+        ]
+        denied(engine)
+        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"The cluster's Ray is .* and this machine's is 2\.9\.3"):
+            patch.setattr(require_ray(), "__version__", "2.9.3")
+            RayLink().describe()
+        with pytest.raises(UserError, match="serves a run already"):
+            RaySupervisor(spec_of(config(arrivals=2), tmp_path / "second"), cluster=cluster)
+        assert engine.wait(LONGEST_S).kind == "finished"
+        said = [process.communicate(timeout=LONGEST_S) for process in outside]
+        assert all("The run has ended: all arrivals are in" in out for out, _ in said), said
+        until(lambda: len([w for w in engine.workers() if "ended" in w]) == 2, "the end of the workers")
+        assert all(worker["well"] for worker in engine.workers())
+        assert engine.status().ended.kind == "finished" and not engine.trouble()
+    assert {line["machine"].partition("#")[0] for line in tape(folder)} == {"local-0", "local-1", "node", "client"}
+    assert evals(folder)[-1]["mean"]["loss"] < evals(folder)[0]["mean"]["loss"] - 0.5
+    check_exact(folder, arrivals)
+
+
+def denied(engine: RaySupervisor) -> None:
+    """What the service refuses comes back with its code and its sentence."""
+    nobody = Ticket(machine="nobody#0", secret="x")
+    with pytest.raises(Refused, match="join again") as refused:
+        engine.link.next_round(nobody, 0.0)
+    assert refused.value.code is Code.UNKNOWN_MACHINE
+    with pytest.raises(Refused) as refused:
+        engine.link.beat(nobody, 0)
+    assert refused.value.code is Code.UNKNOWN_MACHINE
+    with pytest.raises(Refused, match="run-id") as refused:
+        engine.link.read("run-id", 0)
+    assert refused.value.code is Code.PATH
+
+
+# ---- tensors in pieces
+
+
+@given(st.lists(st.integers(0, 40), max_size=30))
+def test_pieces_are_the_same_bytes_and_none_is_empty_or_too_long(sizes):
+    content = bytes(range(256)) * 5
+    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    parts = [memoryview(content)[a:b] for a, b in itertools.pairwise(ends)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_link, "PIECE", 40)
+        made = [piece.tobytes() for piece in ray_link.in_pieces(parts)]
+    assert b"".join(made) == content[: ends[-1]]
+    assert all(0 < len(piece) <= 40 for piece in made)
+
+
+def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, monkeypatch):  # noqa: ARG001 - needs a Ray
+    import ray
+
+    monkeypatch.setattr(actor, "PIECE", 1 << 16)
+    spec = spec_of(small_cluster.config(paces=[1.0]), tmp_path / "run")
+    there = actor.SynchronizerActor()
+    there.begin(spec, 1)
+    try:
+        blocks = {"parameter.0": torch.arange(150_000.0) / 1e6}
+        layout = Layout.of(blocks)
+        request = small_cluster.join_request("one", layout=layout.entries)
+        ticket = there.join(request, None)[1].ticket
+        here = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]
+        commit = ModelCommit(names=("w",), digest=digest_of(layout, blocks))
+        assert there.send_model(ticket, layout, here, commit) == ("ok", None)
+        contribution = Layout(there.join(request, ticket)[1].contribution_layout)
+        key = there.next_round(ticket, 5.0)[1].key
+        start = there.fetch(ticket, key)[1]
+        assert np.concatenate([ray.get(piece) for piece in start]).tobytes() == b"".join(pieces(layout, blocks))
+
+        delta = {"pseudo_gradient.0": torch.linspace(-1, 1, 150_000)}
+        whole = b"".join(pieces(contribution, delta))
+        upload = there.service.contributions.upload(ticket, key)
+        upload.write(upload.begin(0), whole[:200_000])
+        boxed = [ray.put(np.frombuffer(whole[at : at + 65_536], np.uint8)) for at in range(0, len(whole), 65_536)]
+        said = there.hand_in(ticket, key, boxed, digest_of(contribution, delta), small_cluster.report())
+        assert said[0] == "ok" and said[1].arrival == 1, said
+        [written] = (tmp_path / "run" / "journal").glob("*.safetensors")
+        assert written.read_bytes() == whole
+    finally:
+        there.close()
+
+
+# ---- faults
+
+
+def stopped_with_a_round(engine: RaySupervisor, worker: dict[str, Any]) -> MachineStatus | None:
+    """What the run knows of the worker, which stands still and holds a round; or None, and it goes on."""
+    os.kill(worker["pid"], signal.SIGSTOP)
+    time.sleep(0.2)  # what it had asked for is answered
+    known = next(m for m in engine.status().machines if m.name == worker["name"])
+    if known.round:
+        return known
+    os.kill(worker["pid"], signal.SIGCONT)
+    return None
+
+
+@pytest.fixture(scope="module")
+def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run whose worker is killed, and later its synchronizer, each in the middle of everything."""
+    folder = tmp_path_factory.mktemp("broken") / "run"
+    arrivals = 120
+    said: list[str] = []
+    with RaySupervisor(
+        spec_of(config(arrivals=arrivals, inner_steps=30), folder), workers=3, cluster=cluster, tell=said.append
+    ) as e:
+        until(lambda: len({m.name for m in e.status().machines if m.arrivals}) == 3, "three contributors")
+        worker = e.workers()[0]
+        victim = until(lambda: stopped_with_a_round(e, worker), "a round under way")
+        os.kill(worker["pid"], signal.SIGKILL)
+        struck_s = e.status().time_s
+        until(lambda: any("another takes its place" in text for text in said), "the worker's death")
+        until(lambda: e.status().arrivals >= arrivals // 2, "half of the run")
+        first = e.pid
+        os.kill(first, signal.SIGKILL)
+        until(lambda: e.restarts == 1, "the restart")
+        assert e.wait(LONGEST_S).kind == "finished"
+        until(lambda: len([w for w in e.workers() if "ended" in w]) == 3, "the end of the workers")
+        assert e.pid != first
+        workers = e.workers()
+    return {"folder": folder, "arrivals": arrivals, "victim": victim, "struck_s": struck_s, "workers": workers, "said": said}
+
+
+def test_the_round_of_a_worker_that_is_killed_goes_to_another_at_once(broken):
+    happened = events(broken["folder"])
+    victim = broken["victim"].machine
+    number, left = next((n, event) for n, event in happened if isinstance(event, Part) and event.machine == victim)
+    assert (left.kind, left.text) == ("lost", "its process died")
+    given_up = next((n, event) for n, event in happened if isinstance(event, Abandon) and n > number - 3)
+    assert given_up[1].worker == broken["victim"].round.worker and given_up[1].text == "its process died"
+    patience_s = TINY["beat_s"] * 10
+    assert left.time_s - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
+    dispatched = [event for n, event in happened if n > given_up[0] and isinstance(event, Dispatch)]
+    again = next(event for event in dispatched if event.worker == given_up[1].worker)
+    assert again.machine != victim
+    assert not [event for _, event in happened if isinstance(event, Part) and "no progress" in event.text]
+
+
+def test_a_synchronizer_that_is_killed_goes_on_from_its_journal_and_counts_every_acknowledged_contribution_once(broken):
+    assert any("started again from its journal" in text for text in broken["said"])
+    check_exact(broken["folder"], broken["arrivals"])
+    lines = tape(broken["folder"])
+    for worker in broken["workers"]:
+        assert worker["well"], worker
+        counted = sum(line["machine"].partition("#")[0] == worker["name"] for line in lines)
+        assert counted == worker["rounds"], "what it had acknowledged is what counts"
+
+
+def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_it_was(cluster, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    for _ in range(2):
+        with pytest.raises(UserError, match="no empty folder"):
+            RaySupervisor(spec_of(config(arrivals=2), tmp_path / "run"), cluster=cluster)
+    assert not cluster.has_ended()
+    with pytest.raises(LinkDown, match="No run is being served"):
+        RayLink().describe()
+
+
+# ---- closed
+
+
+def test_ray_answers_nobody_without_its_token(cluster):
+    assert cluster.token_file and cluster.token_file.stat().st_mode & 0o777 == 0o600
+    probe(cluster.address, cluster.token_file.read_text(), None)
+    for address, client in ((cluster.address, False), (cluster.client_address.removeprefix("ray://"), True)):
+        for token, says in (("", "is missing"), ("wrong", "was refused")):
+            with pytest.raises(UserError, match=f"wants its token, and ours {says}"):
+                probe(address, token, None, client=client)
+
+
+def test_a_client_without_the_token_is_told_so(cluster):
+    command = [sys.executable, "-c", JOINING, cluster.client_address, "nobody"]
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": "/nonexistent"}
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert "UserError" in done.stderr and "wants its token, and ours is missing" in done.stderr
+
+
+def test_no_process_of_ray_listens_beyond_loopback(cluster):
+    """All of them, also those of workers and of Ray's own helpers."""
+    import ray
+
+    def nothing() -> None: ...
+
+    ray.get(ray.remote(nothing).remote(), timeout=LONGEST_S)
+    found = listening(family(os.getpid()))
+    ports = {int(where.rpartition(":")[2]) for where in found}
+    assert {split(cluster.address)[1], split(cluster.client_address.removeprefix("ray://"))[1]} <= ports
+    assert len(found) >= 5 and not beyond_loopback(found), found
+
+
+def test_rays_files_are_this_users_alone(cluster):
+    assert cluster.folder is not None
+    cluster.folder.check()
+    assert cluster.folder.path.stat().st_mode & 0o777 == 0o700
+    assert cluster.token_file.parent == cluster.folder.path and (cluster.folder.rays_own / "session_latest").exists()
+
+
+def test_rays_own_settings_for_tls_are_found(monkeypatch):
+    assert Tls.of_environment() is None
+    monkeypatch.setenv("RAY_USE_TLS", "1")
+    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/some/cert.pem")
+    with pytest.raises(UserError, match="RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT is not: set all of them"):
+        start_ray("127.0.0.1:1")
+
+
+def test_in_another_s_ray_nobody_pings_more_often_than_it_allows():
+    """Four workers in four minutes were lost to "too_many_pings" in a cluster that `ray start` had made."""
+    assert not set(PINGS) & set(ray_settings(token="t", tls=None, loopback=False))
+
+
+def test_beyond_loopback_there_must_be_tls():
+    with pytest.raises(UserError, match="unencrypted"):
+        start_ray(host="192.0.2.7")
+
+
+WITH_TLS = """
+import json, sys
+from heloco.cluster.ray.probe import probe
+from heloco.cluster.ray.ray_cluster import Tls, start_ray
+from heloco.errors import UserError
+folder = sys.argv[1]
+tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
+cluster = start_ray(tls=tls)
+token = cluster.token_file.read_text()
+probe(cluster.address, token, Tls.of_environment())
+import ray
+class Echo:
+    def say(self, word):
+        return word
+said = {"echo": ray.get(ray.remote(Echo).remote().say.remote("heard"), timeout=60)}
+stranger = Tls(f"{folder}/other.pem", f"{folder}/other-key.pem", f"{folder}/ca.pem")
+for name, how in (("plain", None), ("stranger", stranger)):
+    try:
+        probe(cluster.address, token, how)
+    except UserError as error:
+        said[name] = str(error)
+cluster.stop()
+print(json.dumps(said))
+"""
+
+
+def make_certificates(folder: Path) -> None:
+    """An authority, a certificate of it for loopback, and one that signed itself."""
+    signed = ["-CA", "ca.pem", "-CAkey", "ca-key.pem"]
+    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
+    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    commands = [
+        [*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca-key.pem", "-out", "ca.pem"],
+        [*new, "-x509", "-subj", "/CN=head", *names, *signed, "-keyout", "key.pem", "-out", "cert.pem"],
+        [*new, "-x509", "-subj", "/CN=stranger", *names, "-keyout", "other-key.pem", "-out", "other.pem"],
+    ]  # fmt: skip
+    for command in commands:
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+
+
+def test_with_tls_ray_works_and_whoever_has_no_certificate_of_its_authority_is_refused(tmp_path):
+    try:
+        make_certificates(tmp_path)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("there is no openssl that can make certificates here")
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    command = [sys.executable, "-c", WITH_TLS, str(tmp_path)]
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["echo"] == "heard"
+    assert "not as Ray does without TLS" in said["plain"]
+    assert "not as Ray does with TLS" in said["stranger"]
+
+
+# ---- sentences
+
+
+def test_another_version_of_ray_is_named_with_ours():
+    ray = require_ray()
+    with pytest.raises(
+        UserError, match=re.escape("The cluster's Ray is 2.9.3 and this machine's is 2.60.0: `pip install ray==2.9.3`")
+    ):
+        check_versions("2.60.0", "2.9.3")
+    python = ".".join(map(str, sys.version_info[:3]))
+    with pytest.raises(RuntimeError) as refused:  # Ray's own words, of several lines
+        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
+    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(translate(refused.value, "head:6379"))
+
+
+def test_without_ray_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=re.escape('pip install "heloco[cluster]"')):
+        RayLink("ray:head:6379")
+
+
+@pytest.mark.parametrize(("address", "says"), [("127.0.0.1:9", "Nothing answers at"), ("head", "give HOST:PORT")])
+def test_an_address_where_no_ray_is_is_named(address, says):
+    with pytest.raises(UserError, match=says):
+        probe(address, "", None)
+
+
+def test_a_port_that_speaks_something_else_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="not as Ray does"):
+        probe(f"127.0.0.1:{server.getsockname()[1]}", "", None)
+
+
+def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
+    known = store_bytes(spec_of(config(paces=[1.0] * 4), tmp_path / "none"))
+    tokens = 2 * 257 * 32 + 16 * 32
+    assert 4 * 6 * tokens < known < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
+
+
+# ---- long ones
+
+
+def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tuple[int, int]:
+    """(most memory of the synchronizer's process, Ray's store included as far as it sees it; the model's bytes), in a run of six
+    arrivals each."""
+    arrivals, peak = 6 * workers, 0
+    settings |= {"inner_steps": 1, "checkpoint_every": 0, "eval_every": 0, "assign": "flexible"}
+    small = config(arrivals=arrivals, paces=[1.0] * workers, **settings)
+    with RaySupervisor(spec_of(small, folder), workers=workers, cluster=cluster) as engine:
+        end = time.monotonic() + LONGEST_S
+        while engine.status().ended is None and time.monotonic() < end:
+            peak = max(peak, memory_of(engine.pid)["peak"])
+        assert engine.wait(10).kind == "finished"
+    return peak, 4 * RunFolder.open(folder).meta()["parameters"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 6])
+def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_workers(cluster, tmp_path, workers):
+    nothing, _ = peak_of(cluster, tmp_path / "tiny", workers)
+    peak, model = peak_of(cluster, tmp_path / "large", workers, width=832, layers=2)
+    assert model > 60_000_000
+    assert peak - nothing <= 4 * model, f"{(peak - nothing) / model:.2f} models"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("process", ["raylet/raylet", "gcs_server"])
+def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, tmp_path):
+    """In a process of its own: this one is connected to another Ray."""
+    command = [sys.executable, __file__, process, str(tmp_path / "run")]
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    bare["PYTHONPATH"] = os.pathsep.join(sys.path)
+    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    check_exact(tmp_path / "run", 100)
+
+
+def lose_ray(process: str, folder: Path) -> None:
+    with RaySupervisor(spec_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
+        until(lambda: engine.status().arrivals >= 30, "thirty arrivals")
+        found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster.folder.path}"], text=True)
+        os.kill(int(found.split()[0]), signal.SIGKILL)
+        assert engine.wait(2 * LONGEST_S).kind == "finished"
+        assert engine.restarts == 1
+
+
+if __name__ == "__main__":
+    lose_ray(sys.argv[1], Path(sys.argv[2]))

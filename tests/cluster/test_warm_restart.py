@@ -1,0 +1,247 @@
+"""`heloco serve` starts a synchronizer that dies again, ends with its child, and gives up when nothing helps.
+
+Real processes, faults by signals and by an fsync that fails.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from faults.places import children_of, failing_fsync, is_alive
+from heloco.cli.warm_restart import LONGEST_PAUSE_S, RESTART_LIMIT, START_AGAIN, RestartLimit, exit_code
+from heloco.cli.warm_restart import reason_to_restart as reason
+from support.page_processes import page_processes
+from support.programs import HERE, SMALL, Programs, Served, assert_whole, get, wait_until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
+AGAIN = "it is started again from its journal"
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Programs]:  # noqa: ARG001
+    made = Programs(tmp_path_factory.mktemp("programs"))
+    yield made
+    for program in reversed(made.started):  # machines before those they would have to take leave of
+        program.clear_away()
+
+
+def ended_with(code: int) -> int:
+    return code << 8
+
+
+# ---- what to do when a child has ended
+
+
+def test_a_child_that_was_killed_or_asks_for_it_is_started_again() -> None:
+    assert reason(signal.SIGKILL) == "was killed by SIGKILL"
+    assert reason(signal.SIGSEGV | 0x80) and reason(40)  # with a core dump; a real-time signal
+    assert reason(ended_with(START_AGAIN)) == "stopped"
+
+
+def test_other_ends_are_final() -> None:
+    for status, code in (
+        (ended_with(0), 0),
+        (ended_with(2), 2),
+        (ended_with(143), 143),
+        (signal.SIGTERM, 143),
+        (signal.SIGINT, 130),
+    ):
+        assert reason(status) == "" and exit_code(status) == code
+
+
+def test_restarts_without_an_arrival_come_ever_later_and_end() -> None:
+    limit = RestartLimit()
+    pauses = [limit.pause_s(progress=100) for _ in range(RESTART_LIMIT)]
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert limit.pause_s(progress=101) == 0.0  # an arrival: from the start
+    assert limit.pause_s(progress=50) == 0.5  # a tape that was cut back is no progress
+    assert [limit.pause_s(progress=50) for _ in range(RESTART_LIMIT - 1)][-2:] == [LONGEST_PAUSE_S, None]
+
+
+# ---- a served run
+
+
+def child_of(served: Served) -> int:
+    [child] = children_of(served.program.process.pid)
+    return child
+
+
+def goes_on(served: Served, times: int) -> None:
+    """Until it was started again so many times, and contributions arrive."""
+    wait_until(lambda: served.program.out.read_text().count("The run goes on after arrival") == times, "the run goes on")
+    arrivals = served.arrivals()
+    wait_until(lambda: served.arrivals() > arrivals or served.program.process.poll() is not None, "another arrival")
+
+
+def workers_of(run: Path, count: int) -> list[int]:
+    """Process ids of local workers that are there."""
+    found = [int((run / "workers" / f"{i}.pid").read_text().split()[0]) for i in range(count)]
+    return [pid for pid in found if is_alive(pid)]
+
+
+def test_a_run_goes_on_after_its_synchronizer_was_killed_and_after_an_fsync_that_failed(
+    programs: Programs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    library, order = failing_fsync(tmp_path), tmp_path / "order"
+    if library is not None:
+        monkeypatch.setenv("LD_PRELOAD", str(library))
+        monkeypatch.setenv("FAULT_FSYNC", str(order))
+    run = tmp_path / "run"
+    served = programs.serve(run, *SMALL, "--seats", "2", "--workers", "1", "--arrivals", "200")
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    guest = programs.join(served, "--name", "guest")
+    wait_until(lambda: {m["name"] for m in served.status()["machines"]} == {"local-0", "guest"}, "two machines are here")
+    before, local = child_of(served), workers_of(run, 1)
+    get(served, f"/page/?key={served.key}")
+    pages = page_processes(run)
+    assert len(pages) == len(local) == 1
+
+    os.kill(before, signal.SIGKILL)
+    goes_on(served, 1)
+    assert "was killed by SIGKILL: it is started again from its journal.\n" in served.program.out.read_text()
+    assert child_of(served) != before and workers_of(run, 1) == local, "its local worker was taken over"
+    wait_until(lambda: not is_alive(pages[0]), "its page's process is gone")
+    assert get(served, f"/page/?key={served.key}")[0] == 200
+
+    if library is not None:
+        before = child_of(served)
+        order.write_text("28")  # ENOSPC
+        goes_on(served, 2)
+        assert "could not be made durable (No space left on device)" in served.program.err.read_text()
+        assert child_of(served) != before and workers_of(run, 1) == local
+
+    done, left = served.program.end(), guest.end()
+    assert done.code == 0 and left.code == 0, (done, left)
+    assert done.out.count("HELOCO_TOKEN=heloco-worker") == 1, "the addresses are announced once"
+    assert "The run is back." in left.out and left.out.endswith("The run has ended: all arrivals are in\n")
+    wait_until(lambda: not workers_of(run, 1), "the local worker is gone")
+    assert_whole(run, 200)
+
+
+def test_parent_and_child_end_together(programs: Programs, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    served = programs.serve(run, *SMALL, "--seats", "1", "--workers", "1", "--arrivals", "100000", "--patience", "1000")
+    wait_until(lambda: served.arrivals() >= 3, "three arrivals")
+    child, workers = child_of(served), workers_of(run, 1)
+    os.kill(child, signal.SIGSTOP)  # the system ends it all the same
+    served.program.signal(signal.SIGKILL)
+    assert served.program.end().code == -signal.SIGKILL
+    wait_until(lambda: not is_alive(child), "the child is gone", 5.0)
+    wait_until(lambda: not any(map(is_alive, workers)), "the local worker is gone", 5.0)
+
+    for number, to_both in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)):
+        again = programs.serve(run, port="")
+        assert again.address == served.address and again.token == served.token
+        child = child_of(again)
+        if to_both:  # as Ctrl-C on a terminal does
+            os.kill(child, number)
+        again.program.signal(number)
+        done = again.program.end()
+        assert done.code == 128 + number and done.out.endswith(f"Stopped and saved. `heloco serve {run}` goes on.\n"), done
+        assert not is_alive(child) and AGAIN not in done.out and not done.err
+
+
+# ---- a machine
+
+
+def test_a_machine_whose_process_is_killed_comes_back_as_the_same_machine(programs: Programs, tmp_path: Path) -> None:
+    served = programs.serve(tmp_path / "run", *SMALL, "--seats", "1", "--arrivals", "100000", "--patience", "1000")
+    machine = programs.join(served, "--name", "m")
+    wait_until(lambda: served.arrivals() >= 3, "three arrivals")
+    [before] = served.status()["machines"]
+    for kills in (1, 2):
+        [child] = children_of(machine.process.pid)
+        os.kill(child, signal.SIGKILL)
+        arrivals = served.arrivals()
+        wait_until(lambda arrivals=arrivals: served.arrivals() >= arrivals + 3, "three more")
+        [after] = served.status()["machines"]
+        assert after["machine"] == before["machine"] and children_of(machine.process.pid) != {child: ""}
+        said = machine.out.read_text()
+        assert said.count("The worker was killed by SIGKILL: it is started again, and comes back as the same machine.\n") == kills
+        assert said.count("Joined ") == kills + 1
+    [child] = children_of(machine.process.pid)
+    machine.signal(signal.SIGTERM)
+    done = machine.end()
+    assert done.code == 0 and "Left the run (stopped by SIGTERM)" in done.out and not is_alive(child), done
+    wait_until(lambda: not served.status()["machines"], "it has left")
+
+
+def test_a_machine_ends_with_its_parent(programs: Programs, tmp_path: Path) -> None:
+    served = programs.serve(tmp_path / "run", *SMALL, "--seats", "1", "--arrivals", "100000", "--patience", "1000")
+    machine = programs.join(served, "--name", "m")
+    wait_until(lambda: served.arrivals() >= 1, "an arrival")
+    [child] = children_of(machine.process.pid)
+    os.kill(child, signal.SIGSTOP)
+    machine.signal(signal.SIGKILL)
+    assert machine.end().code == -signal.SIGKILL
+    wait_until(lambda: not is_alive(child), "the child is gone", 5.0)
+
+
+# ---- when nothing helps, and before it serves
+
+
+def heloco_with(patch: str, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
+    """`heloco ARGUMENTS` in a process that was changed before."""
+    code = f"{textwrap.dedent(patch)}\nfrom heloco.cli.main import main\nmain()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+NEW = ("serve", *SMALL, "--seats", "1", "--arrivals", "9", *HERE, "--port", "0", "--out")
+IMPATIENT = "import heloco.cli.warm_restart as warm; warm.SHORTEST_PAUSE_S = warm.LONGEST_PAUSE_S = 0.0"
+
+
+def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    run = tmp_path / "run"
+    dies = "import heloco.cli.warm_serve as serving, os; serving.carry_on = lambda *_: os.abort()"
+    done = heloco_with(f"{IMPATIENT}\n{dies}", *NEW, run)
+    assert done.returncode == 2 and done.stdout.count(AGAIN) == RESTART_LIMIT, done
+    sentence = f"{RESTART_LIMIT + 1} times without an arrival in between. What was done is kept: `heloco serve {run}` goes on.\n"
+    assert done.stderr.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), done.stderr
+
+
+def test_a_worker_that_always_dies_is_given_up(cache: Path) -> None:  # noqa: ARG001
+    dies = "import heloco.cli.join as joining, os; joining.train = lambda *_: os.abort()"
+    done = heloco_with(f"{IMPATIENT}\n{dies}", "join", "https://127.0.0.1:9")
+    assert done.returncode == 2 and done.stdout.count("it is started again") == RESTART_LIMIT, done
+    sentence = f"The worker was killed by SIGABRT, {RESTART_LIMIT + 1} times without a round in between.\n"
+    assert done.stderr.endswith(f"heloco: {sentence}"), done.stderr
+
+
+def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    full = """
+        import heloco.cluster.server.process as process, errno
+        def full(*_): raise OSError(errno.ENOSPC, "No space left on device")
+        process.raise_descriptor_limit = full
+    """
+    done = heloco_with(textwrap.dedent(full), *NEW, tmp_path / "run")
+    assert done.returncode == 1 and "No space left on device" in done.stderr and AGAIN not in done.stdout
+
+
+def test_all_that_a_child_needs_is_imported_ahead(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+    """Else each restart takes as much longer."""
+    patch = """
+        import sys, heloco.cli.warm_serve as serving
+        serve = serving.carry_on
+        def counted(*arguments):
+            before = set(sys.modules)
+            try:
+                return serve(*arguments)
+            finally:
+                print("IMPORTED", *sorted(set(sys.modules) - before))
+        serving.carry_on = counted
+    """
+    few = ("--min-workers", "1", "--give-up-after-s", "0.1")
+    done = heloco_with(patch, *NEW, tmp_path / "run", *few)
+    assert done.returncode == 2 and "0 of at least 1 machines are here" in done.stderr, done
+    late = re.search(r"^IMPORTED(.*)$", done.stdout, re.M)
+    assert late and len(late[1].split()) < 12 and "heloco" not in late[1], late and late[1]

@@ -1,0 +1,483 @@
+"""Rules, weights, shard policies and tasks from outside: registered in this process, and from an installed package."""
+# ruff: noqa: ARG005
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import heloco as package
+from heloco.errors import UserError
+from heloco.knobs import Knob
+from heloco.methods import METHODS, get_method
+from heloco.outer import MLA, HeLoCo, Nesterov, OuterOptimizer
+from heloco.outer.heloco import heloco_step
+from heloco.outer.mla import mla_step
+from heloco.outer.nesterov import nesterov_step
+from heloco.policy import SHARD_POLICIES, WEIGHTS, Standing, make_choice, make_weight
+from heloco.registry import NotInstalled, Registry
+from heloco.run import RunConfig, resolve, with_fields
+from heloco.run.settings import knob_settings, to_toml
+from heloco.task import TASKS
+from support.repository import REPOSITORY
+from support.runs import TINY, TINY_MODEL, Done, evals, heloco, tape
+from support.small_cluster import Hand, opened
+
+Block = tuple[Tensor, Tensor]
+
+
+def sign_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.01, momentum: float = 0.5) -> Block:
+    """Signed momentum."""
+    m = momentum * m + (1 - momentum) * rho * delta
+    return theta - lr * m.sign(), m
+
+
+def counting_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, state: dict[str, Any], *, lr: float = 0.1) -> Block:
+    """A rule with a state of its own: the mean of all that arrived."""
+    state["arrivals"] = state.get("arrivals", 0) + 1
+    state["total"] = state.get("total", torch.zeros_like(m)) + rho * delta
+    return theta - lr * state["total"] / state["arrivals"], m
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_registered() -> Iterator[None]:
+    registries: list[Registry[Any]] = [METHODS, WEIGHTS, SHARD_POLICIES, TASKS]
+    before = [dict(registry.registered) for registry in registries]
+    yield
+    for registry, items in zip(registries, before, strict=True):
+        registry.registered = items
+
+
+def simulated(**settings: Any) -> Any:
+    """A run over half a second of images."""
+    values = {"task": "images", "paces": [1, 1, 4], "arrivals": 6, "inner_steps": 2, "batch_size": 2, "eval_every": 0}
+    return package.simulate(**{**values, **settings})
+
+
+# ---- outer rules
+
+
+def blocks(count: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3, 4), (5,), (), (0, 2))
+    return [[torch.randn(shape, generator=generator).to(dtype) for shape in shapes] for _ in range(count)]
+
+
+def own_nesterov(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.7, momentum: float = 0.9) -> Block:
+    return nesterov_step(theta, m, delta, rho, lr=lr, momentum=momentum)
+
+
+def own_mla(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.7, momentum: float = 0.9) -> Block:
+    return mla_step(theta, m, delta, rho, lr=lr, momentum=momentum)
+
+
+def own_heloco(
+    theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.7, momentum: float = 0.9, k_d: float = 2.0
+) -> Block:
+    return heloco_step(theta, m, delta, rho, lr=lr, momentum=momentum, reorient="ramp", k_d=k_d)
+
+
+PAIRS = [
+    (own_nesterov, lambda params: Nesterov(params)),
+    (own_mla, lambda params: MLA(params)),
+    (own_heloco, lambda params: HeLoCo(params, reorient="ramp", k_d=2.0)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("function", "built_in"), PAIRS, ids=["nesterov", "mla", "heloco"])
+def test_a_pure_function_as_a_rule_of_ones_own_does_what_the_built_in_optimizer_does(function, built_in, dtype):
+    package.register_method("own", function, options={"lookahead": True})
+    start, *arrivals = blocks(5, dtype=dtype)
+    ours, theirs = ([torch.nn.Parameter(x.clone()) for x in start] for _ in range(2))
+    rule, other = METHODS["own"].build(ours, workers=2), built_in(theirs)
+    for deltas in arrivals:
+        for optimizer in (rule, other):
+            optimizer.step(weight=0.4, pseudo_gradients=deltas, scale=lambda squares: [0.5] * len(squares))
+        for x, y in zip(rule.thetas(), other.thetas(), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+        assert rule.movements == pytest.approx(other.movements, rel=1e-4, abs=1e-6)
+        ours_seen, theirs_seen = ([x.cosine or 0.0 for x in optimizer.outcomes] for optimizer in (rule, other))
+        assert ours_seen == pytest.approx(theirs_seen, rel=1e-3, abs=1e-6)
+    state = [rule.state[p]["momentum_buffer"] for p in ours]
+    ahead = [theta - 0.7 * 0.9 * m for theta, m in zip(rule.thetas(), state, strict=True)]
+    for x, y in zip(rule.lookahead(), ahead, strict=True):
+        torch.testing.assert_close(x, y.to(dtype))
+
+
+def test_its_parameters_are_knobs_settings_and_flags():
+    def scaled(
+        theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.5,
+        boost: Annotated[float, Knob(1.5, "How much more the step is than Δ.", "[0, 9]")] = 2.0, seed: int = 3,
+    ) -> Block:  # fmt: skip
+        """Scaled descent."""
+        return theta - lr * boost * rho * delta + 0 * seed, m
+
+    package.register_method("scaled", scaled, weight="average", equation="θ ← θ − ηbρΔ")
+    method = METHODS["scaled"]
+    assert (method.about, method.weight, method.knobs()) == ("Scaled descent.", "average", {"lr": 0.5, "boost": 2.0, "seed": 3})
+    knob = knob_settings()["boost"]
+    assert (knob.about, knob.default, knob.kind) == ("How much more the step is than Δ.", 2.0, float)
+    config = resolve(with_fields(RunConfig(), {"method": "scaled", "boost": 1, "outer_seed": 5, "seed": 7}))
+    assert config.outer.knobs == {"outer_lr": 0.5, "boost": 1.0, "outer_seed": 5} and config.run.seed == 7
+    assert resolve(config) == config and "boost = 1.0" in to_toml(config)
+    assert "--boost X" in heloco("train", "--help").out
+    assert "θ ← θ − ηbρΔ" in heloco("methods").out
+    with pytest.raises(UserError, match=r"boost is 10.0: it must lie in \[0, 9\]"):
+        simulated(method="scaled", boost=10)
+    with pytest.raises(UserError, match="heloco-ramp has no knob 'boost'"):
+        simulated(boost=1)
+    assert set(simulated(method="scaled", boost=0.0).tape[-1]["blocks"]["movement"]) == {0.0}
+
+
+def test_a_class_can_be_registered_too():
+    class Slow(MLA):
+        """MLA, slowly."""
+
+        def __init__(self, params: Any, lr: float = 0.001, momentum: float = 0.9) -> None:
+            OuterOptimizer.__init__(self, params, {"lr": lr, "momentum": momentum})
+
+    package.register_method("slow", Slow)
+    assert METHODS["slow"].knobs() == {"lr": 0.001, "momentum": 0.9}
+    assert simulated(method="slow").config.outer.knobs["outer_lr"] == 0.001
+
+
+def test_the_state_of_a_rule_is_kept_with_a_served_run(tmp_path):
+    package.register_method("counting", counting_step)
+    service = opened(tmp_path / "run", method="counting", norm_limit="off")
+    hand = Hand(service, "m")
+    for seed in range(6):
+        hand.work(seed)
+    outer = service.state.run.synchronizer.outer
+    before = [x.clone() for x in outer.thetas()]
+    service.close()
+    again = opened(tmp_path / "run", method="counting", norm_limit="off")
+    outer = again.state.run.synchronizer.outer
+    assert all(map(torch.equal, before, outer.thetas()))
+    assert {state["arrivals"] for state in outer.state.values()} == {6}
+    again.close()
+
+
+def test_a_rule_that_waits_for_all_gets_their_sum():
+    package.register_method("together", own_mla, weight="average", barrier=True)
+    tape_lines = simulated(method="together").tape
+    assert [line["verdict"] for line in tape_lines] == ["gathered", "gathered", "applied"] * 2
+
+
+WRONG = [
+    (lambda theta, m, delta: (theta, m), "must take θ, m, Δ and ρ"),
+    (lambda theta, m, delta, rho, lr: (theta, m), "have a default for every other parameter"),
+    (7, "must take θ, m, Δ and ρ"),
+    (lambda theta, m, delta, rho, *, delay=0.5: (theta, m), "the knob 'delay' of delayed-nesterov is of another type"),
+]
+
+
+@pytest.mark.parametrize(("rule", "says"), WRONG)
+def test_what_is_no_rule_is_refused_when_it_is_registered(rule, says):
+    with pytest.raises(ValueError, match=says):
+        package.register_method("wrong", rule)
+    assert "wrong" not in METHODS
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (lambda theta, m, delta, rho: theta, r"must return \(θ, m\)"),
+        (lambda theta, m, delta, rho: (theta.sum(), m), r"must return \(θ, m\)"),
+        (lambda theta, m, delta, rho: (theta.sub_(delta), m), "changed θ or m in place"),
+    ],
+)
+def test_what_a_rule_must_not_do_is_said_at_its_first_step(rule, says):
+    package.register_method("wrong", rule)
+    with pytest.raises(TypeError, match=says):
+        simulated(method="wrong")
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("name", ["", "1st", "a b", "a/b", "-x"])
+def test_a_name_must_fit_flags_and_folders(name):
+    with pytest.raises(UserError, match="cannot be called"):
+        package.register_method(name, sign_step)
+
+
+def test_what_is_built_in_cannot_be_replaced_and_ones_own_can():
+    for register, name in (
+        (package.register_method, "mla"), (package.register_weight, "base"), (package.register_shards, "fixed"),
+        (package.register_task, "external"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match="is built in: choose another name"):
+            register(name, sign_step)
+    package.register_method("sign", sign_step)
+    package.register_method("sign", sign_step, weight="average")
+    assert METHODS["sign"].weight == "average" and list(METHODS).count("sign") == 1
+
+
+def test_an_unknown_name_says_what_to_install():
+    with pytest.raises(NotInstalled, match=r"no method 'sgin' here; .* install its package .*heloco\.methods") as raised:
+        get_method("sgin")
+    assert (raised.value.kind, raised.value.name) == ("method", "sgin")
+    assert METHODS.get("sgin") is None
+
+
+def test_a_name_that_two_packages_offer_cannot_be_used_and_one_that_is_found_twice_can(monkeypatch):
+    offers = [EntryPoint("sign", f"test_extend:{rule}", "heloco.methods") for rule in ("sign_step", "own_mla", "sign_step")]
+    registry: Registry[Any] = Registry("method", "heloco.methods", lambda _, item: item, {"mla": MLA})
+    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers)
+    with pytest.raises(UserError, match="'sign' is offered by the module test_extend and the module test_extend: uninstall"):
+        registry.find("sign")
+    assert list(registry) == ["mla"] and len(registry.problems()) == 1
+    monkeypatch.setattr("heloco.registry.entry_points", lambda group: offers[::2])
+    registry = Registry("method", "heloco.methods", lambda _, item: item, {"mla": MLA})
+    assert list(registry) == ["mla", "sign"] and registry["sign"].__name__ == "sign_step" and not registry.problems()
+
+
+# ---- weights, shard policies, tasks
+
+
+@dataclass(frozen=True)
+class Fading:
+    length: int = 0
+    power: float = 1.0
+
+    def __call__(self, standing: Standing) -> float:
+        return float((1 - standing.arrivals / (self.length + 1)) ** self.power)
+
+
+def test_a_weight_with_options():
+    package.register_weight("fading", Fading)
+    lines = simulated(weight="fading", weight_power=2.0).tape
+    assert [line["weight"] for line in lines] == pytest.approx([((7 - t) / 7) ** 2 for t in range(1, 7)])
+    with pytest.raises(UserError, match="The base weight has no weight_power"):
+        simulated(weight_power=2.0)
+
+
+def test_a_weight_that_is_a_function_and_what_it_must_not_give():
+    package.register_weight("halved", lambda standing: 0.5 / standing.workers)
+    assert {line["weight"] for line in simulated(weight="halved").tape} == {0.5 / 3}
+    for number in (-1.0, float("nan"), None):
+        package.register_weight("wrong", lambda _, number=number: number)
+        with pytest.raises(UserError, match="The arrival weight 'wrong' gave"):
+            make_weight("wrong")(Standing(0, 1, 1, 1))
+    with pytest.raises(UserError, match=r"give a function \(standing\) -> ρ"):
+        package.register_weight("wrong", 3.0)
+
+
+class Backwards:
+    def __init__(self, *, workers: int, shards: int, seed: int) -> None:  # noqa: ARG002
+        self.last = shards - 1
+
+    def __call__(self, worker: int, round_index: int, shards: Any) -> int:
+        return self.last - (worker + round_index) % len(shards)
+
+
+def test_shard_policies():
+    package.register_shards("rotating", lambda worker, round_index, shards: (worker + round_index) % len(shards))
+    package.register_shards("backwards", Backwards)
+    lines, others = (simulated(assign=name).tape for name in ("rotating", "backwards"))
+    shards = len(simulated().config.data.languages) or 5
+    assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % shards for line in lines]
+    assert [line["shard"] for line in others] == [shards - 1 - line["shard"] for line in lines]
+    package.register_shards("wrong", lambda *_: 99)
+    with pytest.raises(UserError, match="The shard policy 'wrong' chose 99: shards are numbered from 0 to"):
+        make_choice("wrong", workers=1, shards=2, seed=0)(0, 0, [None, None])
+
+
+def build_sums(config: RunConfig) -> package.Task:
+    """A task of one's own: whether a line learns to add three numbers."""
+    with torch.random.fork_rng():
+        torch.manual_seed(config.run.seed)
+        model, numbers = torch.nn.Linear(3, 1), torch.randn(64, 3)
+    data = [(x, x.sum(0, keepdim=True)) for x in numbers]
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return (model(batch[0]) - batch[1]).square().mean()
+
+    return package.DatasetTask(model, loss, {"a": data[:32], "b": data[32:]}, validation={"all": data[::4]}, seed=config.run.seed)
+
+
+def test_a_task_by_its_name():
+    package.register_task("sums", build_sums)
+    result = package.simulate("sums", paces=[1, 3], arrivals=10, inner_steps=3, batch_size=4, lr=0.05)
+    assert result.config.data.task == "sums" and result.evals[-1]["mean"]["loss"] < result.evals[0]["mean"]["loss"]
+    with pytest.raises(UserError, match="There is no task 'sum' here; did you mean 'sums'"):
+        package.simulate("sum")
+
+
+# ---- from an installed package, in processes of their own
+
+MODULE = (
+    "from dataclasses import dataclass\n"
+    "from torch import Tensor\n"
+    "from test_extend import Fading, build_sums, sign_step\n"
+    "from heloco import Method\n"
+    "ahead = Method(name='', rule=sign_step, options={'lookahead': True, 'lr': 0.003}, about='Signed, and ahead.')\n"
+    "def rotating(worker, round_index, shards):\n"
+    "    return (worker + round_index) % len(shards)\n"
+)
+ENTRY_POINTS = """
+[heloco.methods]
+sign = own_rules:sign_step
+sign-ahead = own_rules:ahead
+broken = own_rules.missing:nothing
+mla = own_rules:sign_step
+[heloco.weights]
+fading = own_rules:Fading
+[heloco.shards]
+rotating = own_rules:rotating
+[heloco.tasks]
+sums = own_rules:build_sums
+"""
+OWN = ("--method", "sign-ahead", "--weight", "fading", "--weight-power", "2", "--assign", "rotating", "--outer-lr", "0.004")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as pip leaves it: a module, and the package's metadata."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    (folder / "own_rules.py").write_text(MODULE)
+    metadata = folder / "own_rules-0.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rules\nVersion: 0.3\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def in_process(*arguments: str | Path, path: Path | None = None) -> Done:
+    """`heloco ARGUMENTS` in a process with this folder on its path."""
+    places = [str(path)] if path else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*places, *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture(scope="module")
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:  # noqa: ARG001
+    """The folder of a run with a rule, a weight and a shard policy of the package."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = in_process("train", *TINY, *OWN, "--out", folder, path=installed)
+    assert done.code == 0, done.err
+    return folder
+
+
+def test_heloco_train_finds_what_a_package_offers(trained):
+    config, meta = (trained / "config.toml").read_text(), json.loads((trained / "run.json").read_text())
+    for line in ('method = "sign-ahead"', "outer_lr = 0.004", "lookahead = true", 'weight = "fading"', "weight_power = 2.0"):
+        assert line in config.splitlines()
+    assert meta["plugins"] == {
+        "method sign-ahead": "own-rules 0.3", "arrival weight fading": "own-rules 0.3", "shard policy rotating": "own-rules 0.3",
+    }  # fmt: skip
+    lines = tape(trained)
+    assert [line["weight"] for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
+    assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % 5 for line in lines]
+
+
+def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
+    done = in_process("methods", path=installed)
+    assert "sign-ahead\n    Signed, and ahead." in done.out and "lookahead=True" in done.out
+    assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in done.err
+    assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in done.err
+    broken = in_process("train", *TINY, "--method", "broken", path=installed)
+    assert broken.code == 2 and "The method 'broken' of own-rules 0.3 cannot be used" in broken.sentence
+
+
+def test_a_run_is_resumed_with_the_package_and_without_it_says_what_to_install(trained, installed):
+    last = trained / "checkpoints" / "arrival-00000008"
+    for name in ("SHA256SUMS", "state.json"):  # the last checkpoint is lost: the run goes on from the one before
+        (last / name).unlink(missing_ok=True)
+    for path in sorted(last.iterdir()):
+        path.unlink()
+    last.rmdir()
+    before = tape(trained)
+    missing = heloco("resume", trained)
+    assert missing.code == 2
+    assert missing.sentence.startswith(f"The run in {trained} uses the ")
+    assert missing.sentence.endswith(", which is not installed here: install own-rules 0.3.")
+    assert in_process("resume", trained, path=installed).code == 0
+    assert tape(trained) == before
+    assert heloco("eval", trained, "--json").code == 0, "an evaluation needs no outer rule"
+    assert heloco("report", trained, "--out", trained.parent / "report.html").code == 0
+
+
+def test_a_study_uses_it(installed, tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        'like = "table1"\n[small]\narrivals = 4\ninner_steps = 1\n[rows]\n"1,2" = { paces = [1, 1, 1, 1, 2] }\n'
+        '[methods]\nsign = {}\nslow = { method = "sign", outer_lr = 0.001, weight = "fading" }\n'
+        '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
+    )
+    out = tmp_path / "results"
+    done = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
+    assert done.code == 0, done.err
+    assert len(list((out / "runs").glob("*.json*"))) == 2
+    assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
+
+
+SERVED = (*TINY_MODEL, "--batch-size", "2", "--inner-steps", "2", "--arrivals", "12", "--device", "cpu", *OWN)
+HERE = ("--ray", "off", "--host", "127.0.0.1", "--port", "0", "--workers", "2")
+
+
+def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
+    for part in ("uvicorn", "starlette", "httpx", "cryptography"):
+        pytest.importorskip(part, reason=f"{part} is not installed")
+    folder = tmp_path / "run"
+    done = in_process("serve", "--out", folder, *SERVED, *HERE, path=installed)
+    assert done.code == 0, (done.out, done.err)
+    assert len(tape(folder)) == 12 and "sign-ahead" in (folder / "config.toml").read_text()
+    assert [line["arrival"] for line in evals(folder)][-1] == 12
+    replayed = in_process("replay", folder, path=installed)
+    assert replayed.code == 0 and "All are the same, to the bit." in replayed.out, replayed.err
+    for command in (("replay", folder), ("serve", folder, *HERE), ("rollback", folder, "--to", "6")):
+        refused = heloco(*command)
+        assert refused.code == 2 and refused.sentence.endswith("which is not installed here: install own-rules 0.3."), command
+
+
+def test_machines_that_join_need_the_task_and_not_the_rule():
+    from heloco.cluster.client.worker import task_of
+    from heloco.cluster.protocol.messages import RunInfo
+
+    package.register_method("mine", sign_step)
+    package.register_task("sums", build_sums)
+    package.register_shards("backwards", Backwards)
+    config = resolve(with_fields(RunConfig(), {"task": "sums", "method": "mine", "assign": "backwards", "paces": [1.0, 1.0]}))
+    digest = build_sums(config).digest
+    info = RunInfo(run="", heloco="", config=to_toml(config), task_digest=digest, model_digest="", external=False)
+    METHODS.registered.clear()
+    SHARD_POLICIES.registered.clear()
+    assert task_of(info, device="cpu")[0].digest == digest
+    TASKS.registered.clear()
+    with pytest.raises(NotInstalled, match="There is no task 'sums' here"):
+        task_of(info, device="cpu")
+
+
+# ---- the documents
+
+
+def test_the_page_on_extending_runs_and_so_does_the_example(monkeypatch):
+    root = REPOSITORY
+    text = (root / "docs" / "extend.md").read_text()
+    code = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
+    assert len(code) == 5
+    small = {"inner_steps": 1, "batch_size": 1, "eval_every": 0, "eval_windows": 1, "preset": "1m"}
+    simulate = package.simulate
+
+    def simulate_small(*task: Any, **settings: Any) -> Any:
+        sizes = {} if task else {"width": 32, "layers": 1, "heads": 2, "context": 16}
+        kept = {name: value for name, value in small.items() if not task or name not in ("eval_windows", "preset")}
+        return simulate(*task, **{**settings, "arrivals": min(6, settings.get("arrivals", 6)), **kept, **sizes})
+
+    monkeypatch.setattr(package, "simulate", simulate_small)
+    exec("\n".join(code), {})
+    example = root / "examples" / "own_rule.py"
+    assert len(example.read_text().splitlines()) <= 30
+    exec(compile(example.read_text(), str(example), "exec"), {"__name__": "__main__"})

@@ -1,0 +1,99 @@
+"""`heloco compare`: runs at one budget of tokens and at one of virtual time, against their evaluations."""
+
+import csv
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from heloco.report.compare import table_at
+from heloco.report.run_reader import read_runs
+from support.runs import assert_refused, evals, heloco
+
+SETTINGS = {
+    "fast": ("--paces", "1,2", "--arrivals", "12", "--eval-every", "3"),
+    "slow": ("--paces", "3,9", "--arrivals", "8", "--eval-every", "2", "--method", "mla"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(unbroken, tmp_path_factory) -> list[Path]:
+    top = tmp_path_factory.mktemp("compared")
+    return [Path(shutil.copytree(unbroken(*settings), top / name)) for name, settings in SETTINGS.items()]
+
+
+def last_within(folder: Path, budget: str, limit: float) -> dict:
+    return [line for line in evals(folder) if line[budget] <= limit][-1]
+
+
+def compared(folders: list[Path], *more: str) -> list[list[dict[str, str]]]:
+    done = heloco("compare", *folders, *more, "--format", "csv")
+    assert (done.code, done.err) == (0, "")
+    return [list(csv.DictReader(io.StringIO(part))) for part in done.out.split("\n\n")]
+
+
+def test_the_smallest_budget_that_all_reached_is_the_default(folders):
+    for rows, budget in zip(compared(folders), ("units", "time_s"), strict=True):
+        limit = min(evals(folder)[-1][budget] for folder in folders)
+        for row, folder in zip(rows, folders, strict=True):
+            line = last_within(folder, budget, limit)
+            assert row["run"] == folder.name
+            assert row["arrival"] == str(line["arrival"])
+            assert row["loss"] == f"{line['mean']['loss']:.3f}"
+            assert row["bits per byte"] == f"{line['mean']['bits_per_byte']:.3f}"
+            assert all(row[name] == f"{score['loss']:.3f}" for name, score in line["scores"].items())
+
+
+def test_a_budget_that_is_given_is_kept_to(folders):
+    tokens, times = compared(folders, "--at-tokens", "200", "--at-time", "7")
+    for rows, budget, limit in ((tokens, "units", 200), (times, "time_s", 7)):
+        for row, folder in zip(rows, folders, strict=True):
+            assert row["arrival"] == str(last_within(folder, budget, limit)["arrival"])
+    assert {row["arrival"] for row in times} != {"0"}
+
+
+def test_a_run_that_ended_before_the_budget_is_named(folders):
+    table = table_at(read_runs(folders), "time_s", 1e6)
+    assert table.title == "At 1,000,000 s of virtual time"
+    assert "Ended before the budget: fast, slow." in table.caption
+
+
+def test_the_best_of_each_column_is_marked(folders):
+    table = table_at(read_runs(folders), "units")
+    for column, name in enumerate(table.header[3:], 3):
+        cells = [row[column] for row in table.rows]
+        best = min(float(cell.text) for cell in cells)
+        assert all((cell.tone == "best") == (float(cell.text) == best) for cell in cells), name
+    alone = table_at(read_runs(folders[:1]), "units")
+    assert not any(cell.tone for row in alone.rows for cell in row)
+
+
+def test_it_comes_as_a_table_and_as_markdown(folders):
+    shown = heloco("compare", *folders)
+    assert shown.code == 0
+    assert "★" in shown.out and "fast" in shown.out and "virtual time" in shown.out
+    written = heloco("compare", *folders, "--format", "markdown").out
+    assert written.count("## At ") == 2
+    assert "| run | arrival | tokens | loss | bits per byte | " in written
+    assert "**" in written
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--at-tokens", "many"), "--at-tokens cannot be 'many': give a number ≥ 0."),
+        (("--at-time", "-3"), "--at-time cannot be '-3': give a number ≥ 0."),
+        (("--at-time", "nan"), "--at-time cannot be 'nan'"),
+        (("--format", "html"), "There is no format 'html'; known: table, markdown, csv."),
+        (("--format", "markdwn"), "did you mean 'markdown'?"),
+    ],
+)
+def test_what_cannot_be_is_refused(more, says, folders, tmp_path):
+    assert_refused(tmp_path, "compare", *folders, *more, says=says)
+
+
+def test_a_run_without_an_evaluation_is_named(folders, tmp_path):
+    empty = Path(shutil.copytree(folders[0], tmp_path / "empty"))
+    (empty / "evals.jsonl").write_text("")
+    assert_refused(tmp_path, "compare", folders[1], empty, says=f"Nothing has been evaluated yet in {empty}: leave it out")

@@ -1,0 +1,117 @@
+"""--log: the numbers arrive in TensorBoard, Weights & Biases and Trackio, and nowhere is anything lost for it."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heloco.cli.main import run
+from heloco.report.mirrors import Mirroring
+from support.runs import TINY
+
+
+class Kept:
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, numbers: dict[str, float], step: int) -> None:
+        self.lines.append((step, numbers))
+
+    def close(self) -> None:
+        pass
+
+
+def tape(folder: Path, name: str = "tape.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "plain"
+    assert run(["train", *TINY, "--out", str(folder)]) == 0
+    return folder
+
+
+def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
+    kept = Kept()
+    mirroring = Mirroring(kept)
+    for line in tape(plain):
+        mirroring.arrived(line)
+    for line in tape(plain, "evals.jsonl"):
+        mirroring.evaluated(line)
+    arrivals, evals = tape(plain), tape(plain, "evals.jsonl")
+    assert [step for step, _ in kept.lines] == [line["arrival"] for line in arrivals + evals]
+    for (_, numbers), line in zip(kept.lines, arrivals, strict=False):
+        assert numbers["arrival/staleness"] == numbers[f"worker {line['worker']}/staleness"] == line["staleness"]
+        assert numbers[f"worker {line['worker']}/training loss"] == line["loss"]
+        assert sum(v for name, v in numbers.items() if name.startswith("correction/")) == pytest.approx(1)
+    for (_, numbers), line in zip(kept.lines[len(arrivals) :], evals, strict=True):
+        assert numbers["validation/loss"] == line["mean"]["loss"]
+        assert {n: v["loss"] for n, v in line["scores"].items()} == {
+            name.removeprefix("validation loss/"): v for name, v in numbers.items() if name.startswith("validation loss/")
+        }
+
+
+def test_refused_contributions_and_missing_losses_are_left_out(plain: Path) -> None:
+    kept = Kept()
+    Mirroring(kept).arrived(tape(plain)[0] | {"verdict": "refused"})
+    [first, *_] = tape(plain, "evals.jsonl")
+    Mirroring(kept).evaluated(first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}})
+    assert kept.lines == [(3, {"validation/virtual time in s": 1.0})]
+
+
+def test_tensorboard(tmp_path: Path, plain: Path) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "tensorboard"]) == 0
+    assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
+    events.Reload()
+    found = {event.step: float(event.tensor_proto.float_val[0]) for event in events.Tensors("validation/loss")}
+    assert found == pytest.approx({line["arrival"]: line["mean"]["loss"] for line in tape(plain, "evals.jsonl")}, rel=1e-6)
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+
+
+def test_wandb(tmp_path: Path, plain: Path, offline: None) -> None:  # noqa: ARG001
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "wandb"]) == 0
+    assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
+    [written] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    until = time.monotonic() + 60  # its own process may still be writing
+    while b"validation/loss" not in written.read_bytes():
+        assert time.monotonic() < until, "the losses never came"
+        time.sleep(0.05)
+
+
+def test_trackio(tmp_path: Path, plain: Path, offline: None) -> None:  # noqa: ARG001
+    pytest.importorskip("trackio", reason="trackio is not installed")
+    command = [sys.executable, "-m", "heloco.cli", "train", *TINY, "--out", str(tmp_path / "run"), "--log", "trackio"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)  # in a process of its own: it keeps global state
+    assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
+    asked = "import trackio.sqlite_storage as s, json; print(json.dumps(s.SQLiteStorage.get_logs('heloco', 'run')))"
+    found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True, timeout=60).stdout
+    losses = [line["validation/loss"] for line in json.loads(found.splitlines()[-1]) if "validation/loss" in line]
+    assert losses == pytest.approx([line["mean"]["loss"] for line in tape(plain, "evals.jsonl")])
+
+
+def test_an_unknown_or_missing_log_is_refused_before_anything_is_begun(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "tensorbord"]) == 2
+    assert "did you mean 'tensorboard'" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "wandb"]) == 2
+    assert "pip install wandb" in capsys.readouterr().err and not (tmp_path / "run").exists()
