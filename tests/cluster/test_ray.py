@@ -29,7 +29,7 @@ from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
-from heloco.cluster.ray.ray_cluster import Tls, ray_settings, translate, check_versions, require_ray
+from heloco.cluster.ray.ray_cluster import Tls, check_versions, ray_settings, require_ray, translate
 from heloco.cluster.ray.ray_internals import PINGS
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
@@ -81,7 +81,7 @@ def check_exact(folder: Path, arrivals: int) -> None:
     state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1])
     check_ledger(accepted, state["books"])
     run = RunFolder.open(folder)
-    config, digest = (folder / "config.toml").read_text(), run.meta()["task_digest"]
+    config, digest = (folder / "config.toml").read_text(), run.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
     found = replay(run, task_of(info, device="cpu")[0])
     assert not found.difference, found.difference
@@ -129,7 +129,10 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, mon
             for address, name in ((f"ray:{cluster.address}", "node"), (cluster.client_address, "client"))
         ]
         denied(engine)
-        with monkeypatch.context() as patch, pytest.raises(UserError, match=r"The cluster's Ray is .* and this machine's is 2\.9\.3"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(UserError, match=r"The cluster's Ray is .* and this machine's is 2\.9\.3"),
+        ):
             patch.setattr(require_ray(), "__version__", "2.9.3")
             RayLink().describe()
         with pytest.raises(UserError, match="serves a run already"):
@@ -447,7 +450,7 @@ def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tu
         while engine.status().ended is None and time.monotonic() < end:
             peak = max(peak, memory_of(engine.pid)["peak"])
         assert engine.wait(10).kind == "finished"
-    return peak, 4 * RunFolder.open(folder).meta()["parameters"]
+    return peak, 4 * RunFolder.open(folder).facts().parameters
 
 
 @pytest.mark.long

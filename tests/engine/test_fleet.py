@@ -78,12 +78,12 @@ def assert_same(fleet: Collector, single: Collector) -> None:
         "time_s",
     ]
     for ours, theirs in zip(fleet.tape, single.tape, strict=True):
-        assert [ours[name] for name in books] == [theirs[name] for name in books]
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours.get("blocks", {}).get("case") == theirs.get("blocks", {}).get("case")
+        assert [getattr(ours, name) for name in books] == [getattr(theirs, name) for name in books]
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert (ours.blocks and ours.blocks.case) == (theirs.blocks and theirs.blocks.case)
     for ours, theirs in zip(fleet.evals, single.evals, strict=True):
-        assert (ours["arrival"], ours["time_s"], ours["units"]) == (theirs["arrival"], theirs["time_s"], theirs["units"])
-        assert ours["mean"]["loss"] == pytest.approx(theirs["mean"]["loss"], rel=1e-6)
+        assert (ours.arrival, ours.time_s, ours.units) == (theirs.arrival, theirs.time_s, theirs.units)
+        assert ours.mean["loss"] == pytest.approx(theirs.mean["loss"], rel=1e-6)
 
 
 def test_a_setting_that_a_stack_cannot_honour_is_refused() -> None:
@@ -110,7 +110,7 @@ def test_each_run_of_a_fleet_gives_what_it_gives_alone() -> None:
     assert watching.done.keys() == {each.key for each in planned} and not watching.lost
     for each in planned[:-1]:
         assert_same(watching.done[each.key], alone(each.task, each.config))
-    assert [line["arrival"] for line in watching.done[planned[-1].key].tape] == [1, 2, 3, 4]
+    assert [line.arrival for line in watching.done[planned[-1].key].tape] == [1, 2, 3, 4]
 
 
 @pytest.fixture(params=[1, 2], autouse=True)

@@ -52,7 +52,7 @@ def same(ours: nn.Module, theirs: nn.Module) -> bool:
 
 
 def finite(result: heloco.Result) -> bool:
-    return all(t.isfinite().all() for t in tensors(result.model)) and all(math.isfinite(line["loss"]) for line in result.tape)
+    return all(t.isfinite().all() for t in tensors(result.model)) and all(math.isfinite(line.loss) for line in result.tape)
 
 
 # ---- every method
@@ -73,23 +73,23 @@ def test_every_method_learns_the_images(method, images):
     )
     first, last = result.evals
     assert finite(result)
-    assert (first["arrival"], last["arrival"], last["inner_steps"], last["units"]) == (0, 30, 300, 4800)
-    assert list(last["scores"]) == list(STYLES)
-    assert first["mean"]["loss"] == pytest.approx(math.log(6), abs=0.05)
-    assert result.loss == last["mean"]["loss"] < first["mean"]["loss"] - 0.15
-    assert last["mean"]["accuracy"] > first["mean"]["accuracy"] + 0.1
+    assert (first.arrival, last.arrival, last.inner_steps, last.units) == (0, 30, 300, 4800)
+    assert list(last.scores) == list(STYLES)
+    assert first.mean["loss"] == pytest.approx(math.log(6), abs=0.05)
+    assert result.loss == last.mean["loss"] < first.mean["loss"] - 0.15
+    assert last.mean["accuracy"] > first.mean["accuracy"] + 0.1
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_on_the_built_in_languages(method):
     result = heloco.simulate(method=method, **BRIEF, **TINY_GPT)
     assert finite(result)
-    assert [line["arrival"] for line in result.tape] == [1, 2, 3, 4, 5, 6, 7]
-    assert [line["arrival"] for line in result.evals] == [0, 3, 6, 7]
-    assert [line["units"] for line in result.evals] == [n * 2 * 2 * 16 for n in (0, 3, 6, 7)]
-    assert list(result.evals[0]["scores"]) == result.config.data.languages == ["arzhan", "auren", "thelis", "vesnar", "zumeri"]
-    assert result.evals[0]["mean"]["loss"] == pytest.approx(math.log(257), rel=0.1)
-    assert all(set(score) == {"loss", "bits_per_byte"} for score in result.evals[-1]["scores"].values())
+    assert [line.arrival for line in result.tape] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line.arrival for line in result.evals] == [0, 3, 6, 7]
+    assert [line.units for line in result.evals] == [n * 2 * 2 * 16 for n in (0, 3, 6, 7)]
+    assert list(result.evals[0].scores) == result.config.data.languages == ["arzhan", "auren", "thelis", "vesnar", "zumeri"]
+    assert result.evals[0].mean["loss"] == pytest.approx(math.log(257), rel=0.1)
+    assert all(set(score) == {"loss", "bits_per_byte"} for score in result.evals[-1].scores.values())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_tapes_times_are_those_of_the_schedule(method):
     paces = (0.1, 0.3, 0.7)
     result = heloco.simulate(regression(), method=method, paces=paces, inner_steps=3, arrivals=20, grace_s=0.05, device="cpu")
     planned = schedule(paces_s=paces, inner_steps=[3] * 3, arrivals=20, barrier=METHODS[method].barrier, grace_s=0.05)
-    ours = [(line["time_s"], line["worker"], line["version"], line["staleness"]) for line in result.tape]
+    ours = [(line.time_s, line.worker, line.version, line.staleness) for line in result.tape]
     assert ours == [(time_s, a.worker, a.version, a.staleness) for time_s, a in planned]
 
 
@@ -228,7 +228,7 @@ def test_a_simulation_leaves_the_global_generators_as_they_were():
 
 def test_the_result_is_the_outer_model_with_its_buffers(images):
     result = heloco.simulate(images, batch_size=4, **BRIEF)
-    assert images.evaluate(result.model) == result.evals[-1]["scores"]
+    assert images.evaluate(result.model) == result.evals[-1].scores
     assert dict(result.model.named_buffers())["1.num_batches_tracked"] > 0
 
 
@@ -236,8 +236,8 @@ def test_the_users_own_task_and_model():
     task = regression()
     result = heloco.simulate(task, method="heloco-ramp", paces=(1, 1, 6), arrivals=30, inner_steps=10, lr=0.01, device="cpu")
     assert isinstance(result.model, nn.Sequential)
-    assert list(result.evals[0]["scores"]) == ["a", "b", "c"]
-    assert result.loss < 0.8 * result.evals[0]["mean"]["loss"]
+    assert list(result.evals[0].scores) == ["a", "b", "c"]
+    assert result.loss < 0.8 * result.evals[0].mean["loss"]
 
 
 def test_a_task_without_validation_has_no_loss_to_tell():

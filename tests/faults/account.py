@@ -12,18 +12,17 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     from heloco.cluster.client.worker import task_of
     from heloco.cluster.protocol.messages import RunInfo
     from heloco.cluster.server.replay import replay
-    from heloco.records.lines import read_lines
     from heloco.run import RunFolder, checkpoint
 
     folder = RunFolder.open(run)
-    tape = list(read_lines(run / "tape.jsonl"))
+    tape = [json.loads(line) for line in (run / "tape.jsonl").read_text().splitlines()]
     accepted = [line for line in tape if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
     acknowledged = check_acks(tape, acks)
     state = checkpoint.load_state(checkpoint.list_checkpoints(run / "checkpoints")[-1])
     assert state["arrival"] == arrivals
     check_ledger(accepted, state["books"])
-    config, digest = (run / "config.toml").read_text(), folder.meta()["task_digest"]
+    config, digest = (run / "config.toml").read_text(), folder.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
     replayed = replay(folder, task_of(info, device="cpu")[0])
     assert replayed.difference == "" and replayed.lines == len(tape) - lines_until(tape, replayed.begun_at), replayed

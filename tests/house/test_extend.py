@@ -136,7 +136,7 @@ def test_its_parameters_are_knobs_settings_and_flags():
         simulated(method="scaled", boost=10)
     with pytest.raises(UserError, match="heloco-ramp has no knob 'boost'"):
         simulated(boost=1)
-    assert set(simulated(method="scaled", boost=0.0).tape[-1]["blocks"]["movement"]) == {0.0}
+    assert set(simulated(method="scaled", boost=0.0).tape[-1].blocks.movement) == {0.0}
 
 
 def test_a_class_can_be_registered_too():
@@ -170,7 +170,7 @@ def test_the_state_of_a_rule_is_kept_with_a_served_run(tmp_path):
 def test_a_rule_that_waits_for_all_gets_their_sum():
     package.register_method("together", own_mla, weight="average", barrier=True)
     tape_lines = simulated(method="together").tape
-    assert [line["verdict"] for line in tape_lines] == ["gathered", "gathered", "applied"] * 2
+    assert [line.verdict for line in tape_lines] == ["gathered", "gathered", "applied"] * 2
 
 
 WRONG = [
@@ -257,14 +257,14 @@ class Fading:
 def test_a_weight_with_options():
     package.register_weight("fading", Fading)
     lines = simulated(weight="fading", weight_power=2.0).tape
-    assert [line["weight"] for line in lines] == pytest.approx([((7 - t) / 7) ** 2 for t in range(1, 7)])
+    assert [line.weight for line in lines] == pytest.approx([((7 - t) / 7) ** 2 for t in range(1, 7)])
     with pytest.raises(UserError, match="The base weight has no weight_power"):
         simulated(weight_power=2.0)
 
 
 def test_a_weight_that_is_a_function_and_what_it_must_not_give():
     package.register_weight("halved", lambda standing: 0.5 / standing.workers)
-    assert {line["weight"] for line in simulated(weight="halved").tape} == {0.5 / 3}
+    assert {line.weight for line in simulated(weight="halved").tape} == {0.5 / 3}
     for number in (-1.0, float("nan"), None):
         package.register_weight("wrong", lambda _, number=number: number)
         with pytest.raises(UserError, match="The arrival weight 'wrong' gave"):
@@ -286,8 +286,8 @@ def test_shard_policies():
     package.register_shards("backwards", Backwards)
     lines, others = (simulated(assign=name).tape for name in ("rotating", "backwards"))
     shards = len(simulated().config.data.languages) or 5
-    assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % shards for line in lines]
-    assert [line["shard"] for line in others] == [shards - 1 - line["shard"] for line in lines]
+    assert [line.shard for line in lines] == [(line.worker + line.round) % shards for line in lines]
+    assert [line.shard for line in others] == [shards - 1 - line.shard for line in lines]
     package.register_shards("wrong", lambda *_: 99)
     with pytest.raises(UserError, match="The shard policy 'wrong' chose 99: shards are numbered from 0 to"):
         make_choice("wrong", workers=1, shards=2, seed=0)(0, 0, [None, None])
@@ -309,7 +309,7 @@ def build_sums(config: RunConfig) -> package.Task:
 def test_a_task_by_its_name():
     package.register_task("sums", build_sums)
     result = package.simulate("sums", paces=[1, 3], arrivals=10, inner_steps=3, batch_size=4, lr=0.05)
-    assert result.config.data.task == "sums" and result.evals[-1]["mean"]["loss"] < result.evals[0]["mean"]["loss"]
+    assert result.config.data.task == "sums" and result.evals[-1].mean["loss"] < result.evals[0].mean["loss"]
     with pytest.raises(UserError, match="There is no task 'sum' here; did you mean 'sums'"):
         package.simulate("sum")
 
@@ -379,7 +379,7 @@ def test_heloco_train_finds_what_a_package_offers(trained):
         "method sign-ahead": "own-rules 0.3", "arrival weight fading": "own-rules 0.3", "shard policy rotating": "own-rules 0.3",
     }  # fmt: skip
     lines = tape(trained)
-    assert [line["weight"] for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
+    assert [line.weight for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
     assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % 5 for line in lines]
 
 

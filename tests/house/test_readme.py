@@ -254,4 +254,4 @@ def test_the_python_runs(readme):
         for p in model.parameters():
             p.grad = torch.randn_like(p)
         exec(block, names)
-    assert names["result"].tape[0]["staleness"] == 0
+    assert names["result"].tape[0].staleness == 0

@@ -279,7 +279,7 @@ def test_with_rounded_products_a_stack_stays_close(fused: None) -> None:  # noqa
 
 
 def in_float64(task: LanguageTask) -> LanguageTask:
-    return DoubleLanguage(task.corpus, task.shards, task.model_config, context=task.context, seed=0, eval_windows=2)
+    return DoubleLanguage(task.corpus, task.token_shards, task.model_config, context=task.context, seed=0, eval_windows=2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

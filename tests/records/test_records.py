@@ -24,15 +24,12 @@ def test_records_hold_all_that_a_run_wrote(unbroken):
     assert json.loads(read_facts(folder / "run.json").to_json()) == json.loads((folder / "run.json").read_text())
 
 
-def test_what_is_not_in_the_schema_is_not_written(tmp_path):
-    lines = Lines(tmp_path / "evals.jsonl", 0, EvaluationRecord)
-    for wrong in ({**LINE, "extra": 1}, {**LINE, "units": "8"}, {key: LINE[key] for key in LINE if key != "mean"}):
-        with pytest.raises(msgspec.ValidationError):
-            lines.append(wrong)
-    lines.append(LINE | {"time_s": float("nan")} | {"mean": {"loss": float("nan")}, "time_s": 3.0})
+def test_a_measure_that_is_no_number_is_written_as_null(tmp_path):
+    lines = Lines[EvaluationRecord](tmp_path / "evals.jsonl", 0)
+    lines.append(msgspec.convert(LINE | {"mean": {"loss": float("nan")}, "time_s": 3.0}, EvaluationRecord))
     lines.close()
     [record] = read_records(tmp_path / "evals.jsonl", EvaluationRecord)
-    assert (record.mean, record.time_s) == ({"loss": None}, 3.0), "JSON has no NaN: it is null"
+    assert (record.mean, record.time_s) == ({"loss": None}, 3.0)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from heloco.engine.simulation import Simulation
 from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
 from heloco.study.kept_runs import RunStore, make_record
@@ -291,19 +293,18 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
         config = replace(most.config, data=replace(most.config.data, languages=["de", "en", "es", "fr", "it"]))
         collected = Collector(
             tape=[
-                {
-                    "arrival": i + 1, "worker": i % len(config.workers.paces), "time_s": 98765.4321 + i, "outer_step": i + 1,
-                    "verdict": "applied", "units": 256, "inner_steps": 20, "staleness": 17, "loss": 7.1234567, "shard": 0,
-                    "start_s": 0.0, "round": 0, "version": 0, "weight": 1.0, "spans": [], "last_loss": 7.0, "samples": 2,
-                }
+                ArrivalRecord(
+                    arrival=i + 1, worker=i % len(config.workers.paces), time_s=98765.4321 + i, outer_step=i + 1,
+                    verdict="applied", units=256, inner_steps=20, staleness=17, loss=7.1234567, shard=0,
+                    start_s=0.0, round=0, version=0, weight=1.0, spans=(), last_loss=7.0, samples=2,
+                )
                 for i in range(config.run.arrivals)
             ],
             evals=[
-                {
-                    "arrival": i, "outer_step": i, "units": 256 * i, "time_s": 14.74 * i, "inner_steps": 80 * i,
-                    "mean": {"loss": 7.123456789},
-                    "scores": {s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.data.languages},
-                }
+                EvaluationRecord(
+                    arrival=i, outer_step=i, units=256 * i, time_s=14.74 * i, inner_steps=80 * i, mean={"loss": 7.123456789},
+                    scores={s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.data.languages},
+                )
                 for i in range(0, config.run.arrivals + 1, config.run.eval_every)
             ],
         )  # fmt: skip

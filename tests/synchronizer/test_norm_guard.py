@@ -192,7 +192,7 @@ def trained(images: ImagesTask, poison: Callable[[int, list[Tensor]], list[Tenso
         [contribution] = inner.run([run.simulation.next_needed()])
         run.simulation.give(replace(contribution, pseudo_gradient=poison(number, contribution.pseudo_gradient)))
         number += 1
-    return float(collected.evals[-1]["mean"]["loss"]), collected
+    return float(collected.evals[-1].mean["loss"]), collected
 
 
 def at(changes: dict[int, Callable[[list[Tensor]], list[Tensor]]]) -> Callable[[int, list[Tensor]], list[Tensor]]:
@@ -215,9 +215,9 @@ def one_block(deltas: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("method", "policy"), [("heloco-ramp", "clip"), ("heloco-ramp", "refuse"), ("sync-nesterov", "clip")])
 def test_a_run_survives_what_would_ruin_it(method, policy, images):
     healthy, collected = trained(images, healthy_alone, method=method, norm_policy=policy)
-    assert not any("clipped" in line or "code" in line for line in collected.tape)
+    assert not any(line.clipped or line.code for line in collected.tape)
     loss, collected = trained(images, at({14: all_blocks, 21: one_block}), method=method, norm_policy=policy)
-    assert sum(line.get("code") == "norm" for line in collected.tape) == 2
+    assert sum(line.code == "norm" for line in collected.tape) == 2
     assert abs(loss - healthy) < 0.1
 
 

@@ -108,7 +108,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
 
     flags = given_fields(parsed)
     if parsed.run is not None and parsed.run.is_dir():
-        if RunFolder.open(parsed.run).meta().get("clock") != "real":
+        if not RunFolder.open(parsed.run).facts().is_real:
             raise UserError(f"{parsed.run} is a simulation: `heloco resume {parsed.run}` goes on with it.")
         sections = setting_sections()
         for name in flags:

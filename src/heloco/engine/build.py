@@ -135,14 +135,8 @@ def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) 
     return model
 
 
-def describe_model(task: Task, model: nn.Module) -> dict[str, Any]:
-    """For run.json: what distinguishes a model that is described outside of the run's config."""
-    kept = model.state_dict().keys()
-    passing = [name for name, _ in model.named_buffers() if name not in kept]
-    return {"model_digest": model_digest(task), "passing_buffers": passing}
-
-
 def model_digest(task: Task) -> str:
+    """Of what describes the model outside of the run's config; empty if nothing does."""
     digest: str = getattr(task, "model_digest", "")
     return digest
 

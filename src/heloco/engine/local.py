@@ -4,21 +4,24 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_parts, describe_model, pick_device, plugins_of
+from heloco.engine.build import build_parts, model_digest, pick_device, plugins_of
 from heloco.engine.simulation import NS, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.inner import SequentialInner
 from heloco.inner.second_moment import shared_memory
 from heloco.outer.kernels import name_for
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.run_facts import BlockFacts, RunFacts, ShardFacts
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder
-from heloco.run.tape_writer import record
-from heloco.synchronizer import Arrival, Contribution, Synchronizer
+from heloco.run.tape_writer import arrival_record
+from heloco.synchronizer import Arrival, Contribution
 from heloco.task import Scores, Task, mean_scores
 
 
@@ -29,46 +32,47 @@ class StopRequested(Exception):
 class Observer(Protocol):
     """Whoever looks on: a progress display, a collector."""
 
-    def arrived(self, line: dict[str, Any]) -> None: ...
-    def evaluated(self, line: dict[str, Any]) -> None: ...
+    def arrived(self, record: ArrivalRecord) -> None: ...
+    def evaluated(self, record: EvaluationRecord) -> None: ...
 
 
 @dataclass
 class Collector:
     """Keeps the tape and the evaluations in memory."""
 
-    tape: list[dict[str, Any]] = field(default_factory=list)
-    evals: list[dict[str, Any]] = field(default_factory=list)
+    tape: list[ArrivalRecord] = field(default_factory=list)
+    evals: list[EvaluationRecord] = field(default_factory=list)
 
-    def arrived(self, line: dict[str, Any]) -> None:
-        self.tape.append(line)
+    def arrived(self, record: ArrivalRecord) -> None:
+        self.tape.append(record)
 
-    def evaluated(self, line: dict[str, Any]) -> None:
-        self.evals.append(line)
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self.evals.append(record)
 
 
-def describe(task: Task, config: RunConfig, model: nn.Module, clock: str = "virtual") -> dict[str, Any]:
+def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["virtual", "real"] = "virtual") -> RunFacts:
     """run.json: what the tape's numbers refer to."""
-    return {
-        "format": 1,
-        "clock": clock,
-        "heloco": heloco.__version__,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "kernels": name_for(pick_device(config.run.device)),
-        "method": config.outer.method,
-        "paces": config.workers.paces,
-        "unit": task.unit,
-        "task_digest": task.digest,
-        "config_digest": config.digest(),
-        "plugins": plugins_of(config),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "shards": [{"name": shard.name, "windows": shard.windows} for shard in task.shards],
-        "blocks": [{"name": name, "shape": list(p.shape)} for name, p in model.named_parameters()],
-        "buffers": [name for name, _ in model.named_buffers()],
-        "tied": _tied(model),
-        **describe_model(task, model),
-    }
+    kept = model.state_dict().keys()
+    return RunFacts(
+        clock=clock,
+        heloco=heloco.__version__,
+        torch=str(torch.__version__),
+        threads=torch.get_num_threads(),
+        kernels=name_for(pick_device(config.run.device)),
+        method=config.outer.method,
+        paces=config.workers.paces,
+        unit=task.unit,
+        task_digest=task.digest,
+        config_digest=config.digest(),
+        plugins=plugins_of(config),
+        parameters=sum(p.numel() for p in model.parameters()),
+        shards=[ShardFacts(shard.name, shard.windows) for shard in task.shards],
+        blocks=[BlockFacts(name, list(p.shape)) for name, p in model.named_parameters()],
+        buffers=[name for name, _ in model.named_buffers()],
+        tied=_tied(model),
+        model_digest=model_digest(task),
+        passing_buffers=[name for name, _ in model.named_buffers() if name not in kept],
+    )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -156,11 +160,11 @@ class LocalRun:
     def _take_in(self, arrival: Arrival, contribution: Contribution) -> None:
         self.units += contribution.units if arrival.verdict != "refused" else 0
         start_s = self.simulation.started_ns[arrival.worker] / NS
-        line = record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, numbers=self.block_numbers)
+        record = arrival_record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, numbers=self.block_numbers)
         if self.folder is not None:
-            self.folder.write_arrival(line)
+            self.folder.write_arrival(record)
         for observer in self.observers:
-            observer.arrived(line)
+            observer.arrived(record)
         if self.synchronizer.refused_in_a_row >= self.config.run.max_refusals:
             self._save()
             where = f" What was done until then is in {self.folder.path}." if self.folder else ""
@@ -174,12 +178,16 @@ class LocalRun:
             self._evaluate()
 
     def _evaluate(self) -> None:
-        line = evaluation_line(self.evaluate(), self.synchronizer, time_s=self.simulation.now_s, units=self.units)
+        synchronizer = self.synchronizer
+        record = evaluation_record(
+            self.evaluate(), arrival=synchronizer.arrivals, outer_step=synchronizer.outer_step, time_s=self.simulation.now_s,
+            inner_steps=synchronizer.steps_accepted, units=self.units,
+        )  # fmt: skip
         self._evaluated_at = self.synchronizer.arrivals
         if self.folder is not None:
-            self.folder.write_eval(line)
+            self.folder.write_eval(record)
         for observer in self.observers:
-            observer.evaluated(line)
+            observer.evaluated(record)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
@@ -229,20 +237,14 @@ class LocalRun:
         self._saved_at = self.synchronizer.arrivals
 
 
-def evaluation_line(scores: Scores, synchronizer: Synchronizer, *, time_s: float, units: int) -> dict[str, Any]:
-    return {
-        "arrival": synchronizer.arrivals,
-        "outer_step": synchronizer.outer_step,
-        "time_s": time_s,
-        "inner_steps": synchronizer.steps_accepted,
-        "units": units,
-        **score_fields(scores),
-    }
-
-
-def score_fields(scores: Scores) -> dict[str, Any]:
-    """The fields of an evaluation's line that hold its scores."""
-    return {"mean": finite(mean_scores(scores)), "scores": {name: finite(measures) for name, measures in scores.items()}}
+def evaluation_record(
+    scores: Scores, *, arrival: int, outer_step: int, time_s: float, inner_steps: int, units: int, machine: str = ""
+) -> EvaluationRecord:
+    """An evaluation's line: where the run was, and what was found."""
+    return EvaluationRecord(
+        arrival=arrival, outer_step=outer_step, time_s=time_s, inner_steps=inner_steps, units=units, machine=machine,
+        mean=finite(mean_scores(scores)), scores={name: finite(measures) for name, measures in scores.items()},
+    )  # fmt: skip
 
 
 def is_due(arrivals: int, every: int) -> bool:
@@ -251,4 +253,4 @@ def is_due(arrivals: int, every: int) -> bool:
 
 def finite(measures: dict[str, float]) -> dict[str, float | None]:
     """JSON has no NaN: a measure that is none is null."""
-    return {name: value if math.isfinite(value) else None for name, value in measures.items()}
+    return {name: float(value) if math.isfinite(value) else None for name, value in measures.items()}

@@ -9,6 +9,8 @@ from torch import nn
 from heloco.engine.build import build_task
 from heloco.engine.local import Collector, LocalRun
 from heloco.errors import UserError
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import FIELDS
 from heloco.task import Task
@@ -18,17 +20,16 @@ from heloco.task import Task
 class Result:
     model: nn.Module
     """The outer model at the end."""
-    tape: list[dict[str, Any]]
+    tape: list[ArrivalRecord]
     """One record per arrival, as in tape.jsonl."""
-    evals: list[dict[str, Any]]
+    evals: list[EvaluationRecord]
     """One record per evaluation, as in evals.jsonl."""
     config: RunConfig
 
     @property
     def loss(self) -> float | None:
         """Mean validation loss at the end, over what the task evaluates."""
-        final: float | None = self.evals[-1]["mean"].get("loss")
-        return final
+        return self.evals[-1].mean.get("loss")
 
 
 def simulate(

@@ -1,8 +1,5 @@
 """The evaluations of a run: one line each."""
 
-from typing import Any
-
-import msgspec
 from msgspec import Struct
 
 Measures = dict[str, float | None]
@@ -25,8 +22,3 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Of each source."""
     machine: str = ""
     """The machine that evaluated; empty if the synchronizer did."""
-
-    @classmethod
-    def of(cls, line: "EvaluationRecord | dict[str, Any]") -> "EvaluationRecord":
-        """A line as an engine hands it out, checked."""
-        return msgspec.convert(line, cls)

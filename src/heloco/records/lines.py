@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -19,18 +19,17 @@ class Lines(Generic[RecordT]):
 
     Each line reaches the operating system at once, so that a killed process loses none; `sync` makes them durable."""
 
-    def __init__(self, path: Path, size: int, kind: type[RecordT]) -> None:
+    def __init__(self, path: Path, size: int) -> None:
         """Opens for appending after the first `size` bytes; what comes after them is cut off (an interrupted run's tail)."""
         self.path = path
-        self._kind = kind
         self._file = path.open("ab", buffering=0)
         self._size = size
         if self._file.seekable():
             self._file.truncate(size)
 
-    def append(self, record: RecordT | dict[str, Any]) -> None:
+    def append(self, record: RecordT) -> None:
         """On an error nothing of the line stays."""
-        line = msgspec.json.encode(msgspec.convert(record, self._kind)) + b"\n"
+        line = msgspec.json.encode(record) + b"\n"
         try:
             written = 0
             while written < len(line):
@@ -104,18 +103,3 @@ class Tail(Generic[RecordT]):
 def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:
     """The whole lines of a file; a last line without its end (a run that was killed) is left out."""
     return Tail(path, kind).more()
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The same as plain dictionaries, unchecked, for comparing two tapes to the bit."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                try:
-                    yield msgspec.json.decode(line)
-                except msgspec.DecodeError as error:
-                    raise UserError(
-                        f"{path}: line {number} was edited and is no record. Restore it, or start the run again."
-                    ) from error

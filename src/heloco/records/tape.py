@@ -3,9 +3,8 @@
 There is no wall-clock time on the tape of a simulation: it is a function of its config.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from heloco.verdicts import Code, Verdict
@@ -71,8 +70,3 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """Machines that contributed to the last arrivals."""
     digest: str = ""
     """xxh3-64 of the outer parameters after this arrival."""
-
-    @classmethod
-    def of(cls, line: "ArrivalRecord | dict[str, Any]") -> "ArrivalRecord":
-        """A line as an engine hands it out, checked."""
-        return msgspec.convert(line, cls)

@@ -28,8 +28,7 @@ class Mirroring:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
 
-    def arrived(self, line: ArrivalRecord | dict[str, Any]) -> None:
-        record = ArrivalRecord.of(line)
+    def arrived(self, record: ArrivalRecord) -> None:
         if record.verdict == "refused":
             return
         numbers: dict[str, float | None] = {
@@ -44,8 +43,7 @@ class Mirroring:
         numbers |= {f"correction/{name}": cases.count(letter) / len(cases) for letter, name in CASES.items() if cases}
         self._log(numbers, record.arrival)
 
-    def evaluated(self, line: EvaluationRecord | dict[str, Any]) -> None:
-        record = EvaluationRecord.of(line)
+    def evaluated(self, record: EvaluationRecord) -> None:
         numbers = {f"validation/{measure}": value for measure, value in record.mean.items()}
         for source, scores in record.scores.items():
             numbers |= {f"validation {measure}/{source}": value for measure, value in scores.items()}

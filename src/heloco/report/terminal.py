@@ -39,16 +39,14 @@ class Progress:
         self._began = time.monotonic()
         self._begun_at = summary.arrivals
 
-    def arrived(self, line: ArrivalRecord | dict[str, Any]) -> None:
-        record = ArrivalRecord.of(line)
+    def arrived(self, record: ArrivalRecord) -> None:
         self.summary.arrived(record)
         if record.verdict == "refused":
             self.console.print(f"[yellow]worker {record.worker}'s contribution was refused: {record.reason}[/]")
         if self.live:
             self.live.update(self.panel())
 
-    def evaluated(self, line: EvaluationRecord | dict[str, Any]) -> None:
-        record = EvaluationRecord.of(line)
+    def evaluated(self, record: EvaluationRecord) -> None:
         self.summary.evaluated(record)
         if self.live:
             self.live.update(self.panel())

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from heloco.disk import disk_errors, write_atomically
@@ -48,7 +47,7 @@ class RunFolder:
     # ---- making and finding
 
     @classmethod
-    def create(cls, path: Path, config: RunConfig, meta: dict[str, Any], among: tuple[str, ...] = ()) -> "RunFolder":
+    def create(cls, path: Path, config: RunConfig, facts: RunFacts, among: tuple[str, ...] = ()) -> "RunFolder":
         """A new folder with its config, taken for this process; refuses one that exists and has more in it than `among`."""
         folder = cls(path)
         with disk_errors(path, "start the run again."):
@@ -56,7 +55,7 @@ class RunFolder:
             with folder._locked():
                 cls.check_free(path, among)
                 try:
-                    write_atomically(path / META, msgspec.convert(meta, RunFacts).to_json())
+                    write_atomically(path / META, facts.to_json())
                     write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
                 except OSError:
                     (path / META).unlink(missing_ok=True)
@@ -95,11 +94,6 @@ class RunFolder:
         """What run.json says."""
         return read_facts(self.path / META)
 
-    def meta(self) -> dict[str, Any]:
-        """The same as plain JSON."""
-        entries: dict[str, Any] = msgspec.to_builtins(self.facts())
-        return entries
-
     # ---- writing
 
     def take(self) -> None:
@@ -114,8 +108,8 @@ class RunFolder:
         with self._locked(), disk_errors(self.path, self.remedy):
             if (short := self.shorter_than(tape_bytes, evals_bytes)) and not accept_shorter:
                 raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
-            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes), ArrivalRecord)
-            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes), EvaluationRecord)
+            self.tape = Lines[ArrivalRecord](self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes))
+            self.evals = Lines[EvaluationRecord](self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes))
 
     def shorter_than(self, tape_bytes: int, evals_bytes: int) -> Path | None:
         """The tape or the evaluations, where they do not have a whole line up to this byte."""
@@ -145,12 +139,12 @@ class RunFolder:
             self.close()
             raise
 
-    def write_arrival(self, record: ArrivalRecord | dict[str, Any]) -> None:
+    def write_arrival(self, record: ArrivalRecord) -> None:
         assert self.tape is not None
         with disk_errors(self.path / TAPE, self.remedy):
             self.tape.append(record)
 
-    def write_eval(self, record: EvaluationRecord | dict[str, Any]) -> None:
+    def write_eval(self, record: EvaluationRecord) -> None:
         assert self.evals is not None
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)

@@ -1,9 +1,6 @@
 """From an arrival to its line on the tape."""
 
 import math
-from typing import Any
-
-import msgspec
 
 from heloco.records.tape import CASES, ArrivalRecord, BlockColumns
 from heloco.synchronizer import Arrival, Contribution
@@ -11,11 +8,11 @@ from heloco.synchronizer import Arrival, Contribution
 LETTERS = {case: letter for letter, case in CASES.items()}
 
 
-def record(
+def arrival_record(
     arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float, numbers: bool = True
-) -> dict[str, Any]:
+) -> ArrivalRecord:
     """The line of an arrival. Without `numbers` only the cases of its blocks are on it, for hundreds of runs at once."""
-    line = ArrivalRecord(
+    return ArrivalRecord(
         arrival=arrival.arrival,
         verdict=arrival.verdict,
         time_s=time_s,
@@ -38,8 +35,6 @@ def record(
         clipped=arrival.clipped if arrival.clipped < 1 else None,
         blocks=_block_columns(arrival, numbers),
     )
-    fields: dict[str, Any] = msgspec.to_builtins(line)
-    return fields
 
 
 def _block_columns(arrival: Arrival, numbers: bool) -> BlockColumns | None:

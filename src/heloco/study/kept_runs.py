@@ -11,8 +11,6 @@ from msgspec import Struct
 from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
-from heloco.records.evaluations import EvaluationRecord
-from heloco.records.tape import ArrivalRecord
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
 from heloco.study.grid import FORMAT, deciding_settings, digest
@@ -69,8 +67,8 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
     """The record of a run that has just ended; `diverged` says why it did not get to its end."""
-    summary = summarize(RunSummary(config.workers.paces), map(ArrivalRecord.of, collected.tape))
-    evals = [EvaluationRecord.of(line) for line in collected.evals]
+    summary = summarize(RunSummary(config.workers.paces), collected.tape)
+    evals = collected.evals
     last = evals[-1].scores
     curve = Curve(
         [record.arrival for record in evals],

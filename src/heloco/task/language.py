@@ -58,7 +58,7 @@ class LanguageTask:
         self.seed = seed
         self.shards = tuple(ShardInfo(shard.name, shard.windows) for shard in shards)
         self.digest = corpus.digest
-        self.shards = shards
+        self.token_shards = shards
         self._orders = [EpochOrder(shard.windows, seed, i) for i, shard in enumerate(shards)]
         held_out = [self._windows(source.name, source.val, eval_windows) for source in corpus.sources]
         self._validation, self._validation_counts = torch.cat(held_out), [len(windows) for windows in held_out]
@@ -85,7 +85,7 @@ class LanguageTask:
         return self.model_config.build(derive(self.seed, "model"))
 
     def batch(self, shard: int, positions: Positions) -> Tensor:
-        return torch.from_numpy(self.shards[shard].gather(self._orders[shard].locate(positions)))
+        return torch.from_numpy(self.token_shards[shard].gather(self._orders[shard].locate(positions)))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         logits = logits_of(model(batch[:, :-1]))

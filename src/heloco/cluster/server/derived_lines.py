@@ -2,45 +2,44 @@
 
 import threading
 from collections import deque
-from typing import Any, Literal
 
 from heloco.disk import FULL, SCARCE
 from heloco.engine.local import Observer
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunFolder
-
-Line = dict[str, Any]
 
 
 class DerivedLines:
-    """Writes lines to the run's folder and to the observers. Without a folder, only the observers get them."""
+    """Writes records to the run's folder and to the observers. Without a folder, only the observers get them."""
 
     def __init__(self, folder: RunFolder | None, observers: list[Observer]) -> None:
         self._folder, self._observers = folder, observers
-        self._waiting: deque[tuple[Literal["tape", "evals"], Line]] = deque()
+        self._waiting: deque[ArrivalRecord | EvaluationRecord] = deque()
         self._lock = threading.Lock()  # arrivals and evaluations come from different threads
 
-    def arrived(self, line: Line) -> None:
-        self._append("tape", line)
+    def arrived(self, record: ArrivalRecord) -> None:
+        self._append(record)
         for observer in self._observers:
-            observer.arrived(line)
+            observer.arrived(record)
 
-    def evaluated(self, line: Line) -> None:
-        self._append("evals", line)
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self._append(record)
         for observer in self._observers:
-            observer.evaluated(line)
+            observer.evaluated(record)
 
-    def _append(self, name: Literal["tape", "evals"], line: Line) -> None:
+    def _append(self, record: ArrivalRecord | EvaluationRecord) -> None:
         if self._folder is not None:
             with self._lock:
-                self._waiting.append((name, line))
+                self._waiting.append(record)
             self.catch_up()
 
     def catch_up(self) -> bool:
-        """Writes the lines that wait for room on the disk, in order. True if none is left waiting."""
+        """Writes the records that wait for room on the disk, in order. True if none is left waiting."""
         with self._lock:
             while self._waiting:
                 try:
-                    self._write(*self._waiting[0])
+                    self._write(self._waiting[0])
                 except OSError as error:
                     if error.errno not in FULL + SCARCE:
                         raise
@@ -48,8 +47,9 @@ class DerivedLines:
                 self._waiting.popleft()
             return True
 
-    def _write(self, name: Literal["tape", "evals"], line: Line) -> None:
-        assert self._folder is not None
-        lines = self._folder.tape if name == "tape" else self._folder.evals
-        assert lines is not None
-        lines.append(line)
+    def _write(self, record: ArrivalRecord | EvaluationRecord) -> None:
+        assert self._folder is not None and self._folder.tape is not None and self._folder.evals is not None
+        if isinstance(record, ArrivalRecord):
+            self._folder.tape.append(record)
+        else:
+            self._folder.evals.append(record)

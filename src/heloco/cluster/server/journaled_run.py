@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import xxhash
+from msgspec.structs import asdict, replace
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
 from heloco.cluster.server.derived_lines import DerivedLines
@@ -23,14 +23,14 @@ from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload
 from heloco.disk import drop_mapped_pages, file_digest
-from heloco.engine.local import Observer, is_due, score_fields
+from heloco.engine.local import Observer, evaluation_record, is_due
 from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, contribution_path
 from heloco.run import RunConfig, RunFolder
-from heloco.run.tape_writer import record
+from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks
@@ -235,9 +235,8 @@ class JournaledRun:
             self.book.note_wasted_round(event.machine)
         else:
             self._count(event, arrival, started_s)
-        line = record(arrival, contribution, time_s=event.time_s, start_s=started_s)
-        line |= {"machine": event.machine, "participants": len(self.participants()), "digest": digest.result()}
-        self.lines.arrived(line)
+        record = arrival_record(arrival, contribution, time_s=event.time_s, start_s=started_s)
+        self.lines.arrived(replace(record, machine=event.machine, participants=len(self.participants()), digest=digest.result()))
         if arrival.verdict != "refused":
             self.evaluate_if(self.is_finished or is_due(self.synchronizer.arrivals, self.config.run.eval_every))
         return _acknowledgement(arrival)
@@ -263,16 +262,16 @@ class JournaledRun:
             inner_steps=synchronizer.steps_accepted, units=self.units,
         )  # fmt: skip
         if earlier := self.evaluations.add(due, self.final_model()):
-            self.lines.evaluated(msgspec.to_builtins(earlier))
+            self.lines.evaluated(earlier)
 
     def _note_scores(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
-        self.lines.evaluated({**msgspec.to_builtins(due), **score_fields(scores), "machine": machine})
+        self.lines.evaluated(evaluation_record(scores, **asdict(due), machine=machine))
 
     def take_up_evaluations(self, due: Iterable[EvaluationDue], earlier: list[EvaluationRecord]) -> None:
         """After a restart: `due` at the checkpoint, and lines that were written after it."""
         if self.evaluations is not None:
             for record in self.evaluations.take_up(due, earlier, self.synchronizer.arrivals, self.final_model()):
-                self.lines.evaluated(msgspec.to_builtins(record))
+                self.lines.evaluated(record)
 
     def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord], arrival: int) -> bool:
         """Whether an evaluation that was due before a restart is there, or can be made from the checkpoint at this arrival."""

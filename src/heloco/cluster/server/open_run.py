@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from heloco.cluster.server.journaled_run import JournaledRun
@@ -18,6 +19,7 @@ from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import read_events
+from heloco.records.run_facts import BlockFacts, RunFacts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
@@ -87,7 +89,7 @@ def old_run(
 ) -> Service:
     """Resumes a run from its folder. `config` may have other cluster settings than before."""
     check_servable(config)
-    if task.digest != folder.meta()["task_digest"]:
+    if task.digest != folder.facts().task_digest:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
@@ -98,7 +100,7 @@ def _begin_service(run: JournaledRun, clock: Clock, create_run: Any = None) -> S
     assert run.folder is not None
     try:
         starts, notices = begin(run)
-        model_digest = run.folder.meta().get("model_digest", "")
+        model_digest = run.folder.facts().model_digest
         service = Service(
             run.config,
             run.folder.path,
@@ -217,11 +219,15 @@ def _remove_unfinished(path: Path) -> None:
             (path / name).unlink(missing_ok=True)
 
 
-def _describe(task: Any, config: RunConfig, model: ExternalModel) -> dict[str, Any]:
-    meta = describe(task, config, model, clock="real")
-    for block, name in zip(meta["blocks"], model.block_names, strict=True):
-        block["name"] = name
-    return {**meta, "buffers": model.buffer_names, "dtypes": [str(p.dtype).removeprefix("torch.") for p in model.parameters()]}
+def _describe(task: Any, config: RunConfig, model: ExternalModel) -> RunFacts:
+    facts = describe(task, config, model, clock="real")
+    named = zip(model.block_names, facts.blocks, strict=True)
+    return replace(
+        facts,
+        blocks=[BlockFacts(name, block.shape) for name, block in named],
+        buffers=model.buffer_names,
+        dtypes=[str(p.dtype).removeprefix("torch.") for p in model.parameters()],
+    )
 
 
 def load_external_model(folder: RunFolder) -> ExternalModel:
@@ -233,8 +239,8 @@ def load_external_model(folder: RunFolder) -> ExternalModel:
         except CheckpointDamaged as error:
             damage = damage or error
             continue
-        meta = folder.meta()
+        facts = folder.facts()
         model_tensors = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
-        names = [block["name"] for block in meta["blocks"]] + list(meta["buffers"])
+        names = [block.name for block in facts.blocks] + facts.buffers
         return ExternalModel(Layout.of(model_tensors), model_tensors, names)
     raise damage or UserError(f"{folder.path} has no checkpoint, and with them the model that was brought is gone: restore them.")

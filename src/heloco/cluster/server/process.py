@@ -95,7 +95,7 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
         return new_run(task, config, path, task_config=config)
     folder = RunFolder.open(path)
     config = folder.config()
-    if config.digest() != folder.meta()["config_digest"]:
+    if config.digest() != folder.facts().config_digest:
         raise UserError(f"{path / CONFIG} is not the config this run was started with: restore it, or start a new run.")
     changes = {n: v for n, v in parse_toml(spec.cluster, "the settings").items() if FIELDS.get(n) == "cluster"}
     config = with_fields(config, changes)

@@ -12,8 +12,9 @@ from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.records.events import Receive
 from heloco.records.journal_reader import FOLDER, Mark, contribution_path, first_mark, read_events, segments
-from heloco.records.lines import read_lines
+from heloco.records.lines import read_records
 from heloco.records.run_files import TAPE
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.synchronizer import Synchronizer
 from heloco.task import Task
@@ -35,9 +36,9 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
     """Replays the run in `folder`. Without a `task` it is an external run."""
     if not segments(folder.path / FOLDER):
         raise UserError(f"{folder.path} has no journal: it was a simulation. The same config gives the same run: `heloco train`.")
-    config, meta = folder.config(), folder.meta()
-    digest = meta["task_digest"] if task is None else task.digest
-    if digest != meta["task_digest"]:
+    config, facts = folder.config(), folder.facts()
+    digest = facts.task_digest if task is None else task.digest
+    if digest != facts.task_digest:
         raise UserError("The data or the tokenizer is not the one this run was started with: give the same, e.g. with --data.")
     collector = Collector()
     run = JournaledRun(
@@ -48,7 +49,7 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
         for event, mark in read_events(folder.path / FOLDER, since):
             run.follow(event, mark.number)
             progressed(len(collector.tape))
-        tape = list(read_lines(folder.path / TAPE))
+        tape = list(read_records(folder.path / TAPE, ArrivalRecord))
         return ReplayResult(begun_at, len(collector.tape), run.digest(), _difference(tape, collector.tape))
     finally:
         run.close()
@@ -75,21 +76,17 @@ def load_oldest(folder: RunFolder, run: JournaledRun) -> tuple[Mark, int]:
     raise UserError(f"{folder.path} has no checkpoint from which on its contributions are kept: there is nothing to replay from.")
 
 
-def _difference(tape: list[dict[str, Any]], replayed_lines: list[dict[str, Any]]) -> str:
-    """Compares the replayed lines with the tape's last lines. Lines that only the journal has are no difference: they were
+def _difference(tape: list[ArrivalRecord], replayed_records: list[ArrivalRecord]) -> str:
+    """Compares the replayed records with the tape's last ones. Records that only the journal has are no difference: they were
     never written to the tape, or the tape lost them."""
-    if not replayed_lines:
+    if not replayed_records:
         return ""
-    first = replayed_lines[0]
-    start = next((i for i, line in enumerate(tape) if _place(line) == _place(first)), len(tape))
-    for recorded, replayed in zip(tape[start:], replayed_lines, strict=False):
-        replayed = {**replayed, "spans": [list(span) for span in replayed["spans"]]}
-        if recorded != replayed:
-            field = next(key for key in replayed if recorded.get(key) != replayed[key])
-            return f"arrival {replayed['arrival']}: {field} was {recorded.get(field)!r} and is {replayed[field]!r}"
-    surplus = len(tape) - start - len(replayed_lines)
+    first = replayed_records[0]
+    start = next((i for i, line in enumerate(tape) if (line.worker, line.round) == (first.worker, first.round)), len(tape))
+    for recorded, replayed in zip(tape[start:], replayed_records, strict=False):
+        for field in ArrivalRecord.__struct_fields__:
+            before, now = getattr(recorded, field), getattr(replayed, field)
+            if before != now:
+                return f"arrival {replayed.arrival}: {field} was {before!r} and is {now!r}"
+    surplus = len(tape) - start - len(replayed_records)
     return f"the tape has {surplus} lines more than the journal" if surplus > 0 else ""
-
-
-def _place(line: dict[str, Any]) -> tuple[int, int]:
-    return line["worker"], line["round"]
