@@ -148,11 +148,11 @@ def test_an_impossible_run_is_refused(words, says, tmp_path):
         ('[workers]\npaces = [1, "fast"]', "paces cannot be [1, 'fast']: give a list such as 1,6,6."),
         ("[workers]\npaces = [1, nan]", "A pace is nan"),
         ("[workers]\npaces = []", "There are no paces"),
-        ("[data]\ndata = 3", "data cannot be 3: give text."),
+        ("[input]\ndata = 3", "data cannot be 3: give text."),
         ('[outer]\nmethod = "heloko"', "did you mean 'heloco'?"),
         ("[run\narrivals = 3", "run.toml is not valid TOML ("),
         ("[run]\narrivals = 3\narrivals = 4", "run.toml is not valid TOML ("),
-        (b"[data]\ndata = '\xff'", "run.toml is not valid TOML ("),
+        (b"[input]\ndata = '\xff'", "run.toml is not valid TOML ("),
     ],
 )
 def test_a_wrong_config_file_is_refused(content, says, tmp_path):

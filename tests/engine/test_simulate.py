@@ -87,7 +87,7 @@ def test_every_method_runs_on_the_built_in_languages(method):
     assert [line.arrival for line in result.tape] == [1, 2, 3, 4, 5, 6, 7]
     assert [line.arrival for line in result.evals] == [0, 3, 6, 7]
     assert [line.units for line in result.evals] == [n * 2 * 2 * 16 for n in (0, 3, 6, 7)]
-    assert list(result.evals[0].scores) == result.config.data.languages == ["arzhan", "auren", "thelis", "vesnar", "zumeri"]
+    assert list(result.evals[0].scores) == result.config.input.languages == ["arzhan", "auren", "thelis", "vesnar", "zumeri"]
     assert result.evals[0].mean["loss"] == pytest.approx(math.log(257), rel=0.1)
     assert all(set(score) == {"loss", "bits_per_byte"} for score in result.evals[-1].scores.values())
 

@@ -285,7 +285,7 @@ def test_shard_policies():
     package.register_shards("rotating", lambda worker, round_index, shards: (worker + round_index) % len(shards))
     package.register_shards("backwards", Backwards)
     lines, others = (simulated(assign=name).tape for name in ("rotating", "backwards"))
-    shards = len(simulated().config.data.languages) or 5
+    shards = len(simulated().config.input.languages) or 5
     assert [line.shard for line in lines] == [(line.worker + line.round) % shards for line in lines]
     assert [line.shard for line in others] == [shards - 1 - line.shard for line in lines]
     package.register_shards("wrong", lambda *_: 99)
@@ -309,7 +309,7 @@ def build_sums(config: RunConfig) -> package.Task:
 def test_a_task_by_its_name():
     package.register_task("sums", build_sums)
     result = package.simulate("sums", paces=[1, 3], arrivals=10, inner_steps=3, batch_size=4, lr=0.05)
-    assert result.config.data.task == "sums" and result.evals[-1].mean["loss"] < result.evals[0].mean["loss"]
+    assert result.config.input.task == "sums" and result.evals[-1].mean["loss"] < result.evals[0].mean["loss"]
     with pytest.raises(UserError, match="There is no task 'sum' here; did you mean 'sums'"):
         package.simulate("sum")
 

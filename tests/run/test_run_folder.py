@@ -181,8 +181,8 @@ def test_the_effective_config_reproduces_a_run_of_flags_file_and_defaults(tmp_pa
     assert (effective["inner"]["lr"], effective["inner"]["keep_state"]) == (0.02, True)  # the file, over the default
     assert (effective["outer"]["k_d"], effective["outer"]["kappa"], effective["outer"]["reorient"]) == (0.5, 3.0, "ramp")
     assert effective["workers"]["paces"] == [2, 2, 2]
-    assert effective["data"]["data"] == str(tmp_path / "text")  # absolute: it holds from any folder
-    assert effective["data"]["languages"] == ["de", "en"]
+    assert effective["input"]["data"] == str(tmp_path / "text")  # absolute: it holds from any folder
+    assert effective["input"]["languages"] == ["de", "en"]
     assert effective["model"]["vocab_size"] == 257
     elsewhere = tmp_path / "else" / "where"
     elsewhere.mkdir(parents=True)
@@ -207,7 +207,7 @@ def test_relative_paths_are_made_absolute(spelling, tmp_path, monkeypatch, text)
     data = spelling.format(home=tmp_path / "text")
     done = heloco("train", *TINY, "--arrivals", "1", "--paces", "1,2", "--data", data, "--out", "run", cwd=tmp_path)
     assert done.code == 0, done.err
-    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["data"]["data"] == str(tmp_path / "text")
+    assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["input"]["data"] == str(tmp_path / "text")
 
 
 def test_names_stay_names_where_a_file_is_called_so(tmp_path, unbroken):

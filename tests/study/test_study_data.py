@@ -73,7 +73,7 @@ def test_the_papers_scale_is_the_papers_setting():
         assert (config.model.width, config.model.layers, config.model.heads, config.model.context) == (128, 8, 4, 128)
         inner = config.inner
         assert (inner.batch_size, inner.lr, inner.lr_min, inner.schedule_steps) == (2, 2e-4, 1e-6, 4800)
-        assert config.data.tokenizer == "gpt2"
+        assert config.input.tokenizer == "gpt2"
         if config.outer.method == "sync-nesterov":
             assert config.run.eval_every == 5  # after every round: what it is compared by at any time
 
@@ -290,7 +290,7 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
     for name in ("convergence", "table1", "sensitivity"):
         places = grid(load_study(name), scale="paper", seeds=1)
         most = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.workers.paces)))
-        config = replace(most.config, data=replace(most.config.data, languages=["de", "en", "es", "fr", "it"]))
+        config = replace(most.config, input=replace(most.config.input, languages=["de", "en", "es", "fr", "it"]))
         collected = Collector(
             tape=[
                 ArrivalRecord(
@@ -303,7 +303,7 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
             evals=[
                 EvaluationRecord(
                     arrival=i, outer_step=i, units=256 * i, time_s=14.74 * i, inner_steps=80 * i, mean={"loss": 7.123456789},
-                    scores={s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.data.languages},
+                    scores={s: {"loss": 7.123456789, "bits_per_byte": 2.123456789} for s in config.input.languages},
                 )
                 for i in range(0, config.run.arrivals + 1, config.run.eval_every)
             ],

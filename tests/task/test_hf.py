@@ -200,7 +200,7 @@ def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(name, models, tra
 
 def test_settings_that_matter_are_written_down(models, trained, tmp_path):
     config = RunFolder.open(trained("gpt2")).config()
-    assert (config.model.hf, config.model.context, config.data.tokenizer) == (str(models["gpt2"]), 16, "bytes")
+    assert (config.model.hf, config.model.context, config.input.tokenizer) == (str(models["gpt2"]), 16, "bytes")
     done = heloco("train", "--hf", "gpt2", *BYTES, *SHORT, "--out", tmp_path / "run", cwd=models["gpt2"].parent)
     assert done.code == 0, "a relative folder that is called like a model on the hub"
     assert RunFolder.open(tmp_path / "run").config() == config
@@ -210,7 +210,7 @@ def test_settings_that_matter_are_written_down(models, trained, tmp_path):
 def test_the_context_is_128_or_what_the_model_has_positions_for(positions, context, tmp_path):
     gpt2_config(n_positions=positions).save_pretrained(tmp_path)
     _, config = build_task(resolve(with_fields(RunConfig(), {"hf": str(tmp_path)})))
-    assert (config.model.context, config.data.tokenizer, config.model.vocab_size) == (context, "bytes", 0)
+    assert (config.model.context, config.input.tokenizer, config.model.vocab_size) == (context, "bytes", 0)
 
 
 def write_words(path: Path) -> None:
@@ -232,7 +232,7 @@ def test_the_models_own_tokenizer_is_used_unless_another_is_named(models, text, 
     for named, tokenizer in (((), str(model / "tokenizer.json")), (BYTES, "bytes")):
         run = tmp_path / tokenizer[-5:]
         assert heloco("train", "--hf", model, *named, *few, "--out", run).code == 0
-        assert RunFolder.open(run).config().data.tokenizer == tokenizer
+        assert RunFolder.open(run).config().input.tokenizer == tokenizer
         assert heloco("export", run, "--format", "hf").code == 0
         theirs = transformers.AutoTokenizer.from_pretrained(run / "hf")
         [ours] = load_tokenizer(tokenizer).encode_batch(["the das of"])
@@ -260,7 +260,7 @@ def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
         with pytest.raises(UserError, match="head"):
             task_of(described, device="cpu")
         task, config = task_of(described, hf=str(here), device="cpu")
-        assert config.data.tokenizer == str(here / "tokenizer.json")
+        assert config.input.tokenizer == str(here / "tokenizer.json")
         worker = Worker(task, config, tell=lambda _: None)
         assert "all arrivals are in" in worker.run(LocalLink(host.service), "here", described.run)
         gpt2_config(n_inner=64, vocab_size=400).save_pretrained(here)
@@ -402,7 +402,7 @@ def test_a_runs_config_can_be_taken_for_another_model(trained, unbroken):
 
     ours, theirs = unbroken("--preset", "30m"), trained("gpt2")
     config = taken(ours, hf="some/model")
-    assert (config.model.hf, config.model.preset, config.model.width, config.data.tokenizer) == ("some/model", "", 0, "")
+    assert (config.model.hf, config.model.preset, config.model.width, config.input.tokenizer) == ("some/model", "", 0, "")
     config = taken(theirs, preset="30m")
     assert (config.model.hf, config.model.preset, config.model.width) == ("", "30m", 384)
     assert taken(theirs) == RunFolder.open(theirs).config()

@@ -163,7 +163,7 @@ def rollback(parsed: argparse.Namespace) -> int:
         raise UserError("--without leaves out what came after an arrival: say after which one with --to.")
     folder = RunFolder.open(parsed.folder)
     config = folder.config()
-    task = None if config.data.task == "external" else rebuild_task(config, parsed.data)
+    task = None if config.input.task == "external" else rebuild_task(config, parsed.data)
     to = None if parsed.to is None else int(parsed.to)
     result = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
     if parsed.without:
@@ -184,7 +184,7 @@ def replay(parsed: argparse.Namespace) -> int:
 
     folder = RunFolder.open(parsed.folder)
     config = folder.config()
-    task = None if config.data.task == "external" else rebuild_task(config, parsed.data)
+    task = None if config.input.task == "external" else rebuild_task(config, parsed.data)
     replayed = make_again(folder, task)
     if parsed.json:
         print(json.dumps(asdict(replayed)))

@@ -225,10 +225,10 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
     from heloco.engine.build import build_task
 
     if data is not None:
-        if config.data.task == "images":
+        if config.input.task == "images":
             raise UserError("The run's images are drawn by code: leave --data out.")
-        picked = config.data.languages if languages is None else languages
-        config = replace(config, data=replace(config.data, data=data, languages=picked))
+        picked = config.input.languages if languages is None else languages
+        config = replace(config, input=replace(config.input, data=data, languages=picked))
     with preparing() as progress:
         return build_task(config, progress)[0]
 
@@ -315,7 +315,7 @@ def export(parsed: argparse.Namespace) -> int:
         out, without = parsed.out or folder.path / "hf", ""
         count, tokenizer = export_hf(folder, out)
         if not tokenizer:
-            name = folder.config(for_task=True).data.tokenizer
+            name = folder.config(for_task=True).input.tokenizer
             without = f" Its tokenizer, {name}, is not on this machine any more and was left out."
         print(f"Wrote {count:,} parameters to {out}.{without}")
         return 0

@@ -112,7 +112,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
             raise UserError(f"{parsed.run} is a simulation: `heloco resume {parsed.run}` goes on with it.")
         sections = setting_sections()
         for name in flags:
-            if sections[name] not in ("cluster", "data"):
+            if sections[name] not in ("cluster", "input"):
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
         changes = {name: value for name, value in flags.items() if sections[name] == "cluster"}
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
@@ -121,7 +121,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
-    if parsed.out and config.data.task != "external":  # that one checks the folder itself
+    if parsed.out and config.input.task != "external":  # that one checks the folder itself
         RunFolder.check_free(parsed.out)
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
@@ -316,7 +316,7 @@ def is_external(spec: "ServeSpec") -> bool:
 
     config_path = Path(spec.folder) / "config.toml"
     text = spec.config or (config_path.read_text() if config_path.exists() else "")
-    return bool(tomllib.loads(text).get("data", {}).get("task") == "external")
+    return bool(tomllib.loads(text).get("input", {}).get("task") == "external")
 
 
 def reachable(address: str, spec: "ServeSpec") -> str:

@@ -26,9 +26,9 @@ HF_CONTEXT = 128
 def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig]:
     """The task, and the config with what only the data could tell: sources, vocabulary, absolute paths; and
     what only a Hugging Face model could tell: its context and tokenizer."""
-    data, model, seed = config.data, config.model, config.run.seed
+    data, model, seed = config.input, config.model, config.run.seed
     if data.task not in BUILT_IN_TASKS:
-        return TASKS.find(data.task)(config), replace(config, data=replace(data, data=_absolute(data.data)))
+        return TASKS.find(data.task)(config), replace(config, input=replace(data, data=_absolute(data.data)))
     if data.task == "external":
         raise UserError("The external task is whatever model machines bring to a real run: `heloco serve --task external`.")
     if data.task == "images":
@@ -59,7 +59,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
     task = LanguageTask(corpus, shards, architecture, context=model.context, seed=seed, eval_windows=model.eval_windows)
     effective = replace(
         config,
-        data=replace(
+        input=replace(
             data,
             data=_absolute(data.data),
             tokenizer=_absolute(data.tokenizer),

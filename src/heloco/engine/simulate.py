@@ -40,7 +40,7 @@ def simulate(
     if isinstance(task, str):
         settings["task"], task = task, None
     for name in settings if task is not None else ():
-        if FIELDS.get(name) in ("data", "model"):
+        if FIELDS.get(name) in ("input", "model"):
             raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
     config = resolve(with_fields(RunConfig(), {"method": method, "paces": list(paces), **settings}))
     if task is None:

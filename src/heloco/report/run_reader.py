@@ -217,7 +217,7 @@ class Run:
 
     def task(self) -> tuple[str, str]:
         """Runs with the same can be compared: the task, and for a language model its text and tokenizer."""
-        kind = str(self.config.get("data", {}).get("task", "language"))
+        kind = str(self.config.get("input", {}).get("task", "language"))
         return kind, self.facts.task_digest if kind == "language" else ""
 
 

@@ -17,7 +17,7 @@ from heloco.task.gpt import GPTConfig, preset
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class InputConfig:
     task: str = "language"
     """What is trained: a language model on text, an image classifier on shapes drawn by code, whatever machines bring
     (external), or a task of your own by its name."""
@@ -144,7 +144,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    data: DataConfig = field(default_factory=DataConfig)
+    input: InputConfig = field(default_factory=InputConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
@@ -243,8 +243,8 @@ def gpt_config(model: ModelConfig) -> GPTConfig:
 
 def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
-    if not config.data.tokenizer and not (config.model.hf and config.data.task == "language"):
-        config = replace(config, data=replace(config.data, tokenizer="bytes"))
+    if not config.input.tokenizer and not (config.model.hf and config.input.task == "language"):
+        config = replace(config, input=replace(config.input, tokenizer="bytes"))
     workers = _resolve_workers(config.workers)
     settings = config.run
     if settings.arrivals < 1:
@@ -257,11 +257,11 @@ def resolve(config: RunConfig) -> RunConfig:
     if settings.max_refusals < 1:
         raise UserError(f"max_refusals is {settings.max_refusals}: give a number ≥ 1.")
     for name in ("limit_mb", "alpha"):
-        if not 0 < getattr(config.data, name) < math.inf:
-            raise UserError(f"{name} is {getattr(config.data, name)}: give a finite number above 0.")
+        if not 0 < getattr(config.input, name) < math.inf:
+            raise UserError(f"{name} is {getattr(config.input, name)}: give a finite number above 0.")
     _check_cluster(config.cluster)
-    if config.data.task not in BUILT_IN_TASKS:
-        TASKS.find(config.data.task)
+    if config.input.task not in BUILT_IN_TASKS:
+        TASKS.find(config.input.task)
     outer = _resolve_outer(config.outer, len(workers.paces))
     inner = config.inner
     if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
@@ -301,10 +301,10 @@ def _check_cluster(config: ClusterConfig) -> None:
 
 def _resolve_model(whole: RunConfig) -> ModelConfig:
     config = whole.model
-    if whole.data.task not in BUILT_IN_TASKS:
+    if whole.input.task not in BUILT_IN_TASKS:
         return config
-    if whole.data.task == "images":
-        for section, default in ((whole.data, DataConfig(task="images", tokenizer="bytes")), (config, ModelConfig())):
+    if whole.input.task == "images":
+        for section, default in ((whole.input, InputConfig(task="images", tokenizer="bytes")), (config, ModelConfig())):
             for name, value in asdict(default).items():
                 if getattr(section, name) != value:
                     raise UserError(f"{name} is a setting of the language task: leave it out, or leave out --task images.")

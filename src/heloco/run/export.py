@@ -53,8 +53,8 @@ def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
     """Writes a folder for `AutoModelForCausalLM.from_pretrained`, whole or not at all; returns the number of parameters, and
     whether the tokenizer is there too."""
     config = folder.config(for_task=True)
-    if config.data.task != "language":
-        raise UserError(f"There is no Hugging Face form of the task {config.data.task}: use --format safetensors.")
+    if config.input.task != "language":
+        raise UserError(f"There is no Hugging Face form of the task {config.input.task}: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no empty folder: choose another --out.")
     named, count = _name_tensors(folder.facts(), folder.load_model()[1])
@@ -66,7 +66,7 @@ def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
         place.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.mkdir()
-            end_of_text = write_tokenizer(config.data.tokenizer, config.data.data, temporary)
+            end_of_text = write_tokenizer(config.input.tokenizer, config.input.data, temporary)
             if hf is not None:
                 hf.write(temporary, named)
             else:

@@ -144,8 +144,8 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
     default = RunConfig()
     if config.outer.drop == "never":
         config = replace(config, outer=replace(config.outer, drop_above=default.outer.drop_above))
-    if config.data.split != "dirichlet":
-        config = replace(config, data=replace(config.data, alpha=default.data.alpha))
+    if config.input.split != "dirichlet":
+        config = replace(config, input=replace(config.input, alpha=default.input.alpha))
     return config
 
 

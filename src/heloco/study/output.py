@@ -137,7 +137,7 @@ def _numbers(results: Results) -> dict[str, Any]:
 
 def _introduction(results: Results, plan: Plan) -> Text:
     config = plan.places[0].config
-    model, data, workers = config.model, config.data, config.workers
+    model, data, workers = config.model, config.input, config.workers
     setting = (
         f"Scale {results.scale}: {len(results.rows)} rows, {len(results.methods)} methods, seeds {len(results.seeds)}, "
         f"{len(results.digests)} runs. Model of width {model.width}, {model.layers} layers, context {model.context}, vocabulary "

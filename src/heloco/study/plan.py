@@ -81,18 +81,18 @@ class Tasks:
 
     def build_once(self, config: RunConfig) -> tuple[Task, RunConfig]:
         """The task, and the config with what only the data could tell."""
-        shards = None if config.data.split == "source" else len(config.workers.paces)  # how many shards are dealt
-        key = repr((config.data, config.model, config.run.seed, shards))
+        shards = None if config.input.split == "source" else len(config.workers.paces)  # how many shards are dealt
+        key = repr((config.input, config.model, config.run.seed, shards))
         if key not in self._tasks:
             self._tasks[key] = self._build(config)
         task, effective = self._tasks[key]
-        return task, replace(config, data=effective.data, model=effective.model)
+        return task, replace(config, input=effective.input, model=effective.model)
 
 
 def _check_sources(study: Study, place: Place, task: Task) -> None:
     """Where a source is a shard, the row needs one per pace it names: fewer leave a worker none, more leave some unread."""
     names = [shard.name for shard in task.shards]
-    if place.config.data.split != "source" or place.sources == len(names):
+    if place.config.input.split != "source" or place.sources == len(names):
         return
     remedy = f"pick {place.sources} with --languages" if place.sources < len(names) else "add what is missing to --data"
     raise UserError(

@@ -74,7 +74,7 @@ def register_task(name: str, build: Callable[[Any], Task]) -> None:
         heloco.register_task("mine", build)
         heloco.simulate("mine", paces=[1, 4])
 
-    The config has the run's settings by section: `config.run.seed`, `config.data.data` (what `--data` says), and so on. The same
+    The config has the run's settings by section: `config.run.seed`, `config.input.data` (what `--data` says), and so on. The same
     config must give the same task in every process. Installed packages: entry point group `heloco.tasks`. See docs/extend.md.
     """
     TASKS.register(name, build)

@@ -26,11 +26,11 @@ def store_bytes(spec: ServeSpec) -> int:
     if not spec.config:
         return 0
     config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
-    if config.data.task == "images":
+    if config.input.task == "images":
         return 0
-    if config.data.task != "language" or config.model.hf:
+    if config.input.task != "language" or config.model.hf:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 3
-    vocabulary = config.model.vocab_size or (257 if config.data.tokenizer == "bytes" else 50_257)
+    vocabulary = config.model.vocab_size or (257 if config.input.tokenizer == "bytes" else 50_257)
     with torch.device("meta"):
         model = TinyGPT(gpt_config(replace(config.model, vocab_size=vocabulary)))
     return (len(config.workers.paces) + 2) * 4 * sum(p.numel() for p in model.parameters())

@@ -89,7 +89,7 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
     path = Path(spec.folder)
     if spec.config:
         config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
-        if config.data.task == "external":
+        if config.input.task == "external":
             return external_run(config, path)
         task, config = build_task(_with_data(config, spec.data), progress)
         return new_run(task, config, path, task_config=config)
@@ -99,14 +99,14 @@ def open_service(spec: ServeSpec, progress: Any = None) -> Service:
         raise UserError(f"{path / CONFIG} is not the config this run was started with: restore it, or start a new run.")
     changes = {n: v for n, v in parse_toml(spec.cluster, "the settings").items() if FIELDS.get(n) == "cluster"}
     config = with_fields(config, changes)
-    if config.data.task == "external":
+    if config.input.task == "external":
         return external_run(config, path)
     task, task_config = build_task(_with_data(config, spec.data), progress)
     return old_run(task, folder, config, task_config=task_config)
 
 
 def _with_data(config: RunConfig, data: str | None) -> RunConfig:
-    return config if data is None else replace(config, data=replace(config.data, data=data))
+    return config if data is None else replace(config, input=replace(config.input, data=data))
 
 
 class Gateway(Protocol):
