@@ -32,6 +32,7 @@ from heloco.cluster.ray.probe import probe, split
 from heloco.cluster.ray.ray_cluster import Tls, check_versions, ray_settings, require_ray, translate
 from heloco.cluster.ray.ray_internals import PINGS
 from heloco.cluster.ray.store import store_bytes
+from heloco.cluster.ray.workers import WorkerStatus
 from heloco.cluster.server.process import spec_of
 from heloco.cluster.server.replay import replay
 from heloco.cluster.server.resident_memory import memory_of
@@ -140,8 +141,8 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, mon
         assert engine.wait(LONGEST_S).kind == "finished"
         said = [process.communicate(timeout=LONGEST_S) for process in outside]
         assert all("The run has ended: all arrivals are in" in out for out, _ in said), said
-        until(lambda: len([w for w in engine.workers() if "ended" in w]) == 2, "the end of the workers")
-        assert all(worker["well"] for worker in engine.workers())
+        until(lambda: len([w for w in engine.workers() if w.ended]) == 2, "the end of the workers")
+        assert not any(worker.has_failed for worker in engine.workers())
         assert engine.status().ended.kind == "finished" and not engine.trouble()
     assert {line["machine"].partition("#")[0] for line in tape(folder)} == {"local-0", "local-1", "node", "client"}
     assert evals(folder)[-1]["mean"]["loss"] < evals(folder)[0]["mean"]["loss"] - 0.5
@@ -213,14 +214,14 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
 # ---- faults
 
 
-def stopped_with_a_round(engine: RaySupervisor, worker: dict[str, Any]) -> MachineStatus | None:
+def stopped_with_a_round(engine: RaySupervisor, worker: WorkerStatus) -> MachineStatus | None:
     """What the run knows of the worker, which stands still and holds a round; or None, and it goes on."""
-    os.kill(worker["pid"], signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGSTOP)
     time.sleep(0.2)  # what it had asked for is answered
-    known = next(m for m in engine.status().machines if m.name == worker["name"])
+    known = next(m for m in engine.status().machines if m.name == worker.name)
     if known.round:
         return known
-    os.kill(worker["pid"], signal.SIGCONT)
+    os.kill(worker.pid, signal.SIGCONT)
     return None
 
 
@@ -236,7 +237,7 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         until(lambda: len({m.name for m in e.status().machines if m.arrivals}) == 3, "three contributors")
         worker = e.workers()[0]
         victim = until(lambda: stopped_with_a_round(e, worker), "a round under way")
-        os.kill(worker["pid"], signal.SIGKILL)
+        os.kill(worker.pid, signal.SIGKILL)
         struck_s = e.status().time_s
         until(lambda: any("another takes its place" in text for text in said), "the worker's death")
         until(lambda: e.status().arrivals >= arrivals // 2, "half of the run")
@@ -244,7 +245,7 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         os.kill(first, signal.SIGKILL)
         until(lambda: e.restarts == 1, "the restart")
         assert e.wait(LONGEST_S).kind == "finished"
-        until(lambda: len([w for w in e.workers() if "ended" in w]) == 3, "the end of the workers")
+        until(lambda: len([w for w in e.workers() if w.ended]) == 3, "the end of the workers")
         assert e.pid != first
         workers = e.workers()
     return {"folder": folder, "arrivals": arrivals, "victim": victim, "struck_s": struck_s, "workers": workers, "said": said}
@@ -270,9 +271,9 @@ def test_a_synchronizer_that_is_killed_goes_on_from_its_journal_and_counts_every
     check_exact(broken["folder"], broken["arrivals"])
     lines = tape(broken["folder"])
     for worker in broken["workers"]:
-        assert worker["well"], worker
-        counted = sum(line["machine"].partition("#")[0] == worker["name"] for line in lines)
-        assert counted == worker["rounds"], "what it had acknowledged is what counts"
+        assert not worker.has_failed, worker
+        counted = sum(line["machine"].partition("#")[0] == worker.name for line in lines)
+        assert counted == worker.rounds, "what it had acknowledged is what counts"
 
 
 def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_it_was(cluster, tmp_path):

@@ -349,19 +349,16 @@ def schedule(parsed: argparse.Namespace) -> int:
         barrier=get_method(config.outer.method).barrier,
         grace_s=workers.grace_s,
     )
-    rows: list[dict[str, Any]] = []
-    if parsed.events:
-        arrivals = list(events)
-        events = iter(arrivals)
-        rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in arrivals]
-    time_s, shares = summarize(events, steps)
-    table = [asdict(share) for share in shares]
+    listed = list(events) if parsed.events else []
+    time_s, shares = summarize(iter(listed) if parsed.events else events, steps)
     if parsed.json:
+        rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in listed]
+        table = [asdict(share) for share in shares]
         print(json.dumps({"time_s": time_s, "workers": table} | ({"events": rows} if parsed.events else {})))
         return 0
-    for event in rows:
-        print(f"{event['time_s']:>12g} s  worker {event['worker']}  version {event['version']}  staleness {event['staleness']}")
-    Console().print(schedule_table(time_s, table, workers.paces))
+    for at_s, arrival in listed:
+        print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
+    Console().print(schedule_table(time_s, shares, workers.paces))
     return 0
 
 

@@ -1,9 +1,9 @@
 """A run in the terminal: live while it goes, as tables when it has ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,6 +18,9 @@ from heloco.records.tape import ArrivalRecord
 from heloco.report.run_reader import Milestone
 from heloco.report.summary import RunSummary, WorkerSummary
 from heloco.report.wording import MEASURES, duration, number
+
+if TYPE_CHECKING:
+    from heloco.engine.schedule import WorkerShare
 
 NOTHING_EVALUATED = "Nothing is evaluated in such a run: the data is with the machines."
 MEASURED = "pace: seconds per inner step as measured, from handing out to arrival"
@@ -196,13 +199,13 @@ def cases_table(summary: RunSummary) -> Table:
     return table
 
 
-def schedule_table(time_s: float, workers: list[dict[str, Any]], paces: list[float]) -> Table:
+def schedule_table(time_s: float, workers: "Sequence[WorkerShare]", paces: list[float]) -> Table:
     table = Table(title=f"Virtual time {duration(time_s)} ({time_s:g} s)", title_justify="left")
     for name in ("worker", "pace", "inner steps", "arrivals", "share", "mean staleness", "max"):
         table.add_column(name, justify="left" if name == "worker" else "right")
     for i, (worker, pace) in enumerate(zip(workers, paces, strict=True)):
         table.add_row(
-            str(i), f"{pace:g} s", str(worker["inner_steps"]), str(worker["arrivals"]), f"{worker['share']:.1%}",
-            f"{worker['mean_staleness']:.2f}", str(worker["max_staleness"]),
+            str(i), f"{pace:g} s", str(worker.inner_steps), str(worker.arrivals), f"{worker.share:.1%}",
+            f"{worker.mean_staleness:.2f}", str(worker.max_staleness),
         )  # fmt: skip
     return table

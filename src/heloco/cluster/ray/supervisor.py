@@ -22,7 +22,7 @@ from heloco.cluster.ray.probe import split
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, require_ray, start_ray
 from heloco.cluster.ray.ray_link import RayLink
 from heloco.cluster.ray.store import store_bytes
-from heloco.cluster.ray.workers import WorkerHandle, start_worker
+from heloco.cluster.ray.workers import WorkerHandle, WorkerStatus, start_worker
 from heloco.cluster.server.process import ServeSpec
 from heloco.errors import RunStopped, UserError
 
@@ -70,7 +70,7 @@ class RaySupervisor:
         self.pid = 0
         self._link: RayLink | None = None
         self._workers: list[WorkerHandle] = []
-        self._worker_results: list[dict[str, Any]] = []
+        self._worker_results: list[WorkerStatus] = []
         """Results of the workers that ended by themselves."""
         self._dead_workers: set[str] = set()
         """Names of dead workers whose machines are still in the roster."""
@@ -182,7 +182,7 @@ class RaySupervisor:
         data = self.spec.data
         self._workers.append(start_worker(name, self.name, among=max(1, self._workers_wanted), data=data, spread=self._spread))
 
-    def workers(self) -> list[dict[str, Any]]:
+    def workers(self) -> list[WorkerStatus]:
         """Status of each local worker, or its result if it has ended. Workers that do not answer are left out."""
         results = list(self._worker_results)
         for worker in list(self._workers):
@@ -272,11 +272,11 @@ class RaySupervisor:
         with self._lock:
             self._workers.remove(worker)
         try:
-            result = self._ray.get(worker.end, timeout=LOOK_S)
+            result: WorkerStatus = self._ray.get(worker.end, timeout=LOOK_S)
             self._worker_results.append(result)
-            if not result["well"] and self._end is None:
-                self._trouble = result["ended"]
-                self.tell(f"{worker.name}: {result['ended']}")
+            if result.has_failed and self._end is None:
+                self._trouble = result.ended
+                self.tell(f"{worker.name}: {result.ended}")
         except self._ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[-1] if isinstance(error, self._ray.exceptions.RayTaskError) else ""
             self._kill(worker.handle)  # after an exception the process is still alive

@@ -3,7 +3,7 @@
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,21 @@ LINE_LIMIT = 20
 PREPARE_LIMIT_S = 3600.0
 
 
+@dataclass(frozen=True)
+class WorkerStatus:
+    """What a local worker says of itself."""
+
+    name: str
+    pid: int
+    rounds: int
+    """Contributions that were acknowledged."""
+    lines: list[str]
+    """The last it had to tell."""
+    ended: str = ""
+    """How it ended, as a sentence; empty while it works."""
+    has_failed: bool = False
+
+
 class WorkerActor:
     def __init__(self, name: str, synchronizer: str, threads: int, data: str | None = None) -> None:
         self._name, self._synchronizer, self._threads, self._data = name, synchronizer, threads, data
@@ -28,7 +43,7 @@ class WorkerActor:
         self._stop = ""
         self._lines: deque[str] = deque(maxlen=LINE_LIMIT)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> WorkerStatus:
         """Works until the run ends or a stop is requested. Returns its status and how it ended."""
         torch.set_num_threads(self._threads)
         try:
@@ -37,12 +52,12 @@ class WorkerActor:
             task, config = task_of(info, data=self._data)
             self._worker = Worker(task, config, tell=self._lines.append)
             self._worker.stop_requested = self._stop
-            sentence, is_well = self._worker.run(link, self._name, info.run), True
+            sentence, has_failed = self._worker.run(link, self._name, info.run), False
         except RunEnded as end:
-            sentence, is_well = str(end), True
+            sentence, has_failed = str(end), False
         except (UserError, RunStopped) as error:
-            sentence, is_well = str(error), False
-        return {**self.status(), "ended": sentence, "well": is_well}
+            sentence, has_failed = str(error), True
+        return replace(self.status(), ended=sentence, has_failed=has_failed)
 
     def _describe(self, link: RayLink) -> RunInfo:
         began, pause_s = time.monotonic(), FIRST_PAUSE_S
@@ -61,9 +76,8 @@ class WorkerActor:
         if self._worker is not None:
             self._worker.stop_requested = reason
 
-    def status(self) -> dict[str, Any]:
-        rounds = self._worker.rounds if self._worker else 0
-        return {"name": self._name, "pid": os.getpid(), "rounds": rounds, "said": list(self._lines)}
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(self._name, os.getpid(), self._worker.rounds if self._worker else 0, list(self._lines))
 
 
 @dataclass(frozen=True)
