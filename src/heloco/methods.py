@@ -43,10 +43,10 @@ class Method:
             raise UserError(f"{self.name}: {error}") from error
 
     def check(self, overrides: Iterable[str]) -> None:
-        known = self.knobs()
+        knobs = self.knobs()
         for name in overrides:
-            if name not in known:
-                raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(known))}")
+            if name not in knobs:
+                raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(knobs))}")
 
     def knobs(self) -> dict[str, Any]:
         """Every knob of the rule with its value in this method."""

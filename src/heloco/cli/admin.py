@@ -99,5 +99,5 @@ def tokens(parsed: argparse.Namespace) -> int:
         return 0
     for token in infos:
         state = "revoked" if token.is_revoked else count_machines(token.machines) if token.right == "worker" else "holds"
-        print(f"{token.id:<12} {token.right:<7} made {token.made}  {state:<12} {token.note}")
+        print(f"{token.id:<12} {token.right:<7} made {token.created}  {state:<12} {token.note}")
     return 0

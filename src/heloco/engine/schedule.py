@@ -56,15 +56,15 @@ def chains(events: Iterable[tuple[float, Arrival]]) -> dict[tuple[int, int], int
             a.verdict == "gathered"
         )  # what is gathered takes effect with the step that closes the barrier
         by_start.setdefault(a.version, []).append(((a.worker, a.round), seen_from, a.inner_steps))
-    found: dict[tuple[int, int], int] = {}
+    chains: dict[tuple[int, int], int] = {}
     last = max(by_start, default=0)
     longest = [0] * (last + 2)  # [v]: of the rounds that start at version v or later
     for version in range(last, -1, -1):
         for key, seen_from, steps in by_start.get(version, []):
-            found[key] = steps + longest[min(seen_from, last + 1)]
-            longest[version] = max(longest[version], found[key])
+            chains[key] = steps + longest[min(seen_from, last + 1)]
+            longest[version] = max(longest[version], chains[key])
         longest[version] = max(longest[version], longest[version + 1])
-    return found
+    return chains
 
 
 def summarize(events: Iterator[tuple[float, Arrival]], inner_steps: Sequence[int]) -> tuple[float, list[WorkerShare]]:

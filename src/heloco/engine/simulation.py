@@ -71,8 +71,8 @@ class Simulation:
     def give(self, contribution: Contribution) -> None:
         """The result of a needed round. It takes effect when the clock comes to its arrival."""
         worker, asked = contribution.worker, self._rounds.get(contribution.worker)
-        known = asked is not None and (asked.index, asked.version) == (contribution.index, contribution.version)
-        if not known or worker in self._results:
+        is_awaited = asked is not None and (asked.index, asked.version) == (contribution.index, contribution.version)
+        if not is_awaited or worker in self._results:
             raise ValueError(f"nobody asked for round {contribution.index} (version {contribution.version}) of worker {worker}.")
         self._results[worker] = contribution
 

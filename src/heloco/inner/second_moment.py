@@ -24,24 +24,24 @@ Memory = dict[str, Tensor]
 @torch.no_grad()
 def shared_memory(how: str, beta2: float, worker: int, kept: Sequence[Memory | None]) -> Memory | None:
     """The state that a worker begins a round with, from what each worker kept; None before its first round."""
-    own, there = kept[worker], [memory for memory in kept if memory]
-    if own is None or len(there) < 2:
+    own, memories = kept[worker], [memory for memory in kept if memory]
+    if own is None or len(memories) < 2:
         return own
     step = next(name for name in own if name.endswith(".step"))
     names = [name for name, moment in own.items() if name.endswith(".exp_avg_sq") and (how == "pooled" or is_table(moment))]
-    corrections = [1 - beta2 ** memory[step].double() for memory in there]  # on their device: the host does not wait
+    corrections = [1 - beta2 ** memory[step].double() for memory in memories]  # on their device: the host does not wait
     ours = 1 - beta2 ** own[step].double()
 
     def mean(moments_of: Sequence[list[Tensor]]) -> list[Tensor]:
         total: list[Tensor] = []
         for moments, correction in zip(moments_of, corrections, strict=True):
-            scaled = list(torch._foreach_mul(moments, ours / correction / len(there)))
+            scaled = list(torch._foreach_mul(moments, ours / correction / len(memories)))
             total = list(torch._foreach_add(total, scaled)) if total else scaled
         return total
 
     if how == "pooled":
-        return {**own, **dict(zip(names, mean([[memory[name] for name in names] for memory in there]), strict=True))}
-    means = mean([[_rows(memory[name]) for name in names] for memory in there])
+        return {**own, **dict(zip(names, mean([[memory[name] for name in names] for memory in memories]), strict=True))}
+    means = mean([[_rows(memory[name]) for name in names] for memory in memories])
     raised = {name: own[name] + (row - _rows(own[name])).clamp(min=0) for name, row in zip(names, means, strict=True)}
     return {**own, **raised}
 

@@ -103,8 +103,8 @@ class StackedInner:
         begun = self._try_to_begin(list(jobs))
         if begun is not None:
             return begun
-        found = self.run(jobs)
-        return lambda: found
+        results = self.run(jobs)
+        return lambda: results
 
     def _try_to_begin(self, jobs: list[Job]) -> Results | None:
         """None where memory does not suffice. (The exception keeps the stack alive as long as it is handled.)"""

@@ -159,11 +159,11 @@ class NormHistory:
 
     def usual(self, participants: int) -> list[float] | None:
         """The run's usual norms; None as long as too little is known."""
-        known = [median for median, rows in zip(self._medians, self._rows, strict=True) if rows]
+        medians = [median for median, rows in zip(self._medians, self._rows, strict=True) if rows]
         enough = min(ENOUGH, KEPT * participants)
-        if sum(map(len, self._rows)) < enough or len(known) < min(QUORUM, participants):
+        if sum(map(len, self._rows)) < enough or len(medians) < min(QUORUM, participants):
             return None
-        return [_median_of_positive(column, statistics.median_low) for column in zip(*known, strict=True)]
+        return [_median_of_positive(column, statistics.median_low) for column in zip(*medians, strict=True)]
 
     def of_worker(self, worker: int) -> list[float]:
         return self._medians[worker]

@@ -226,12 +226,12 @@ def outer_knobs(config: OuterConfig) -> dict[str, Any]:
 def weight_options(config: OuterConfig) -> dict[str, Any]:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
-    known = weight_knobs(weight)
+    knobs = weight_knobs(weight)
     given = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
     given |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
     options = {name.removeprefix("weight_"): value for name, value in given.items()}
     for name in options:
-        if name not in known:
+        if name not in knobs:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
     return options
 

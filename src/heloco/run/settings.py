@@ -112,8 +112,8 @@ def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_ta
             if name in NAMED and name not in overridden and value not in named_choices(name):
                 NAMED[name].find(str(value))  # says what is missing, before its knobs are unknown
             if sections.get(name) != section:
-                known = [each for each, of_setting in sections.items() if of_setting == section]
-                raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, known)}")
+                settings = [each for each, of_setting in sections.items() if of_setting == section]
+                raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, settings)}")
             values[name] = value
     return without_derived(WRITTEN_BEFORE | values, overridden) if is_effective else values
 

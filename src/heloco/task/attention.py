@@ -43,11 +43,11 @@ class Attend(torch.autograd.Function):
 
         [qkv] = context.saved_tensors
         sequences, length, _, heads, depth = qkv.shape
-        found = torch.empty_like(qkv)
+        gradients = torch.empty_like(qkv)
         attend_gradient_kernel[(sequences * heads,)](
-            qkv, gradient.contiguous(), found, length, 1 / math.sqrt(depth), **_tile(qkv)
+            qkv, gradient.contiguous(), gradients, length, 1 / math.sqrt(depth), **_tile(qkv)
         )
-        return found
+        return gradients
 
 
 def _tile(qkv: Tensor) -> dict[str, int]:

@@ -99,13 +99,13 @@ def _words_gradient(x: Tensor, words: Tensor, targets: Tensor, level: Tensor, gr
 
     (stack, tokens, width), vocab = x.shape, words.shape[1]
     largest = gradient.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    found = torch.empty_like(words)
+    gradients = torch.empty_like(words)
     weight_gradient_kernel[(stack, -(-vocab // GRADIENT_CHUNK))](
-        x, words, targets, level, gradient * (1024 / largest), largest / 1024, found, tokens, vocab, GRADIENT_CHUNK,
+        x, words, targets, level, gradient * (1024 / largest), largest / 1024, gradients, tokens, vocab, GRADIENT_CHUNK,
         WIDTH=width, TOKENS=max(TILE, _power_of_two(tokens)), WORDS=TILE,
         num_warps=16, num_stages=stages(x.device),
     )  # fmt: skip
-    return found
+    return gradients
 
 
 def _power_of_two(number: int) -> int:
@@ -127,5 +127,5 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
-    return found
+    product: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    return product

@@ -290,7 +290,7 @@ class TokenInfo(Message, frozen=True, kw_only=True):
 
     id: str
     right: Right
-    made: str
+    created: str
     """The day on which the token was made."""
     note: str
     is_revoked: bool

@@ -29,7 +29,7 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     id: str
     right: Right
     secret: str
-    made: str
+    created: str
     """The day on which the token was made."""
     note: str = ""
     is_revoked: bool = False
@@ -38,7 +38,7 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return TokenInfo(
             id=self.id,
             right=self.right,
-            made=self.made,
+            created=self.created,
             note=self.note,
             is_revoked=self.is_revoked,
             machines=machines,
@@ -73,7 +73,7 @@ class TokenBook:
     def _add(self, right: Right, note: str) -> Token:
         number = 1 + sum(token.right == right for token in self._tokens)
         today = datetime.now(UTC).strftime("%Y-%m-%d")
-        token = Token(id=f"{right}-{number}", right=right, secret=secrets.token_urlsafe(32), made=today, note=note)
+        token = Token(id=f"{right}-{number}", right=right, secret=secrets.token_urlsafe(32), created=today, note=note)
         self._write([*self._tokens, token])
         return token
 
