@@ -75,9 +75,6 @@ def shared() -> Path:
     return SHARED
 
 
-# ---- the command line in this process
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For tiny models: threads would only wait for each other."""
@@ -104,12 +101,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("text") / "text")
 
 
-# ---- looking at a run's folder
-
-
-# ---- a real browser
-
-
 @pytest.fixture(scope="session")
 def browser_path(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     """The system's browser. Debian's chromium is installed where there is none and that may be done: once for all processes."""
@@ -122,9 +113,6 @@ def browser_path(tmp_path_factory: pytest.TempPathFactory) -> str | None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         subprocess.run(command, env=quiet, capture_output=True, timeout=240)
     return find_browser()
-
-
-# ---- the command line in processes that meet a fault
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,3 @@ def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[
     yield made
     for program in reversed(made.started):  # machines before those they would have to take leave of
         program.clear_away()
-
-
-# ---- two workers of this machine, to the end

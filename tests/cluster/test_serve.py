@@ -30,6 +30,9 @@ for part in ("uvicorn", "starlette", "httpx", "cryptography"):
     pytest.importorskip(part, reason=f"{part} is not installed")
 
 
+# ---- two workers of this machine, to the end
+
+
 @pytest.fixture(scope="module")
 def ended(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that two local workers did. Only look at it."""

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,14 +21,6 @@ from support.programs import HERE, SMALL, Programs, Served, assert_whole, get, w
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at processes in /proc")
 AGAIN = "it is started again from its journal"
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Programs]:  # noqa: ARG001
-    made = Programs(tmp_path_factory.mktemp("programs"))
-    yield made
-    for program in reversed(made.started):  # machines before those they would have to take leave of
-        program.clear_away()
 
 
 def ended_with(code: int) -> int:
