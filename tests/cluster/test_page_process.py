@@ -118,9 +118,11 @@ def test_it_ends_with_the_process_that_started_it(folder, tmp_path):
     )
     assert starter.stdout is not None and starter.stdout.readline() == "started\n"
     assert len(page_processes(folder)) == 1
+    assert len(list(tmp_path.glob("heloco-page-*"))) == 1
     starter.kill()
     starter.wait()
     until_gone(folder)
+    assert not list(tmp_path.glob("heloco-page-*"))
 
 
 def test_it_ends_when_nobody_looks(folder, tmp_path):
@@ -132,6 +134,7 @@ def test_it_ends_when_nobody_looks(folder, tmp_path):
         "page_process.IDLE_S = 0.1\n"
         "page_process.main(Path(sys.argv[1]), Path(sys.argv[2]))\n"
     )
-    command = [sys.executable, "-c", script, str(folder), str(tmp_path / "socket")]
+    (tmp_path / "place").mkdir()
+    command = [sys.executable, "-c", script, str(folder), str(tmp_path / "place" / "socket")]
     idle = subprocess.Popen(command, stdin=subprocess.PIPE)
-    assert idle.wait(LIMIT_S) == 0
+    assert idle.wait(LIMIT_S) == 0 and not (tmp_path / "place").exists()

@@ -163,6 +163,17 @@ def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
     assert answer.status == 200 and f"run-{run[:8]}" in answer.read().decode()
 
 
+def test_a_watcher_that_is_ended_leaves_no_copy_behind(going: Going, programs: Programs, tmp_path: Path) -> None:
+    for text in ((), ("--text",)):
+        place = tmp_path / f"copies{len(text)}"
+        place.mkdir()
+        watcher = programs.heloco("watch", going.address, "--port", "0", *text, HELOCO_TOKEN=going.viewer, TMPDIR=str(place))
+        watcher.said("arrival" if text else "Watching at")
+        assert list(place.glob("heloco-watch-*"))
+        watcher.signal(signal.SIGTERM)
+        assert watcher.end().code == 128 + signal.SIGTERM and not list(place.iterdir())
+
+
 def test_what_is_watched_is_what_is_there(going: Going) -> None:
     there = Path(going.status()["folder"])
     mirror = Mirror(HttpsLink(going.address, going.viewer))

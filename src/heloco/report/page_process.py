@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
 START_S = 60.0
+NICENESS = 10
+"""The run goes first."""
 PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), (b"last-event-id",)
 """All that the page looks at in a request."""
 
@@ -167,25 +169,32 @@ class _Idle:
         return 0.0 if self._open else time.monotonic() - self._last_s
 
 
-def _end_with_the_starter() -> None:
-    """Standard input is a pipe from the process that started this one: it ends when that does."""
-    sys.stdin.buffer.read()
+def _end(place: Path) -> None:
+    shutil.rmtree(place, ignore_errors=True)
     os._exit(0)
 
 
+def _end_with_the_starter(place: Path) -> None:
+    """Standard input is a pipe from the process that started this one: it ends when that does, however that ends."""
+    sys.stdin.buffer.read()
+    _end(place)
+
+
 def main(folder: Path, address: Path) -> None:
+    """Shows the run in `folder` at the socket `address`, whose folder is removed at the end."""
     import uvicorn
 
     from heloco.report.live import app_of_folder
 
-    threading.Thread(target=_end_with_the_starter, daemon=True).start()
+    os.nice(NICENESS)
+    threading.Thread(target=_end_with_the_starter, args=(address.parent,), daemon=True).start()
     app = _Idle(app_of_folder(folder))
     server = uvicorn.Server(uvicorn.Config(app, uds=str(address), log_level="critical", lifespan="off"))
 
     def end_when_idle() -> None:
         while app.seconds < IDLE_S:
             time.sleep(1.0)
-        os._exit(0)
+        _end(address.parent)
 
     threading.Thread(target=end_when_idle, daemon=True).start()
     server.run()
