@@ -88,6 +88,8 @@ def begin_saving(run: JournaledRun) -> None:
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     arrival, synchronizer = run.synchronizer.arrivals, run.synchronizer.state_dict()
     with run.evaluations_held() as evaluations_due:
+        if not run.lines.catch_up():  # a line that waits is in no file, and its evaluation is due no more
+            raise UserError(f"The disk of {run.folder.path} is full: make room.")
         line_sizes = run.folder.line_sizes()
     served = ServedState(
         journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
