@@ -1,11 +1,12 @@
 """Evaluations and checkpoints of a served run: they hold up nobody, and what they say is of the arrival they are of."""
 
-import errno
 import json
 import os
+import resource
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -249,21 +250,47 @@ def test_a_checkpoint_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, monkey
     assert replay(RunFolder.open(folder), task()).difference == ""
 
 
-def test_a_checkpoint_for_which_there_is_no_descriptor_is_made_later(tmp_path, monkeypatch, caplog):
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Nothing can be opened in this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_checkpoint_for_which_there_is_no_descriptor_is_made_later(tmp_path, caplog):
     folder = tmp_path / "run"
     service = served(folder, task(), eval_every=0, checkpoint_every=4)
     contribute(service, 4)
-
-    def no_descriptor(*_: Any) -> int:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("heloco.records.journal.os.open", no_descriptor)
+    with no_descriptors():
         service.housekeeping.save_if_due(wait=True)
     assert "No checkpoint could be made" in caplog.text and service.state.ended is None
     contribute(service, 1, 4)
     service.housekeeping.save_if_due(wait=True)
     assert RunFolder.open(folder).checkpoints()[-1].name == "arrival-00000005"
+    service.close()
+
+
+def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tmp_path, caplog):
+    """Then old ones are looked for, and the journal may be pruned: that can be done later, too."""
+    folder = tmp_path / "run"
+    service = served(folder, task(), eval_every=0, checkpoint_every=4)
+    contribute(service, 4)
+    service.housekeeping.save_if_due()
+    run = service.state.run
+    assert run is not None and run.saving is not None
+    run.saving.result(60)
+    with no_descriptors():
+        service.housekeeping.save_if_due()
+    assert service.state.ended is None and run.saved_at == 4
+    contribute(service, 4, 4)
+    service.housekeeping.save_if_due(wait=True)
+    assert run.saved_at == 8
     service.close()
 
 
