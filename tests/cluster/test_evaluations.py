@@ -276,7 +276,7 @@ def test_a_checkpoint_for_which_there_is_no_descriptor_is_made_later(tmp_path, c
     service.close()
 
 
-def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tmp_path, caplog):
+def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tmp_path):
     """Then old ones are looked for, and the journal may be pruned: that can be done later, too."""
     folder = tmp_path / "run"
     service = served(folder, task(), eval_every=0, checkpoint_every=4)

@@ -86,11 +86,11 @@ def begin_saving(run: JournaledRun) -> None:
     """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock."""
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
-    arrival, synchronizer = run.synchronizer.arrivals, run.synchronizer.state_dict()
+    folder, arrival, synchronizer = run.folder, run.synchronizer.arrivals, run.synchronizer.state_dict()
     with run.evaluations_held() as evaluations_due:
         if not run.lines.catch_up():  # a line that waits is in no file, and its evaluation is due no more
-            raise UserError(f"The disk of {run.folder.path} is full: make room.")
-        line_sizes = run.folder.line_sizes()
+            raise UserError(f"The disk of {folder.path} is full: make room.")
+        line_sizes = folder.line_sizes()
     served = ServedState(
         journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
         started_s=run.started_s, holders=run.holders, last_machines=run.last_machines, start_digests=run.start_digests,
@@ -101,9 +101,8 @@ def begin_saving(run: JournaledRun) -> None:
         "config_digest": run.config.digest(), "task_digest": run.task_digest, "books": synchronizer["books"],
         "served": msgspec.to_builtins(served, str_keys=True), **line_sizes,
     }  # fmt: skip
-    folder, keep_first = run.folder, replays_from_the_start(run)
     with disk_errors(folder.path, folder.remedy):  # there may be no descriptor at the moment
-        make_journal_durable = run.journal.durable_later()
+        keep_first, make_journal_durable = replays_from_the_start(run), run.journal.durable_later()
     copied = run.readers.enter()
 
     def write() -> int:
@@ -121,9 +120,11 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
     """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with. Events that it
     covers may then be pruned from the journal, and old checkpoints with them."""
     if run.saving is not None and (wait or run.saving.done()):
+        assert run.folder is not None
         saving, run.saving = run.saving, None
-        run.saved_at = saving.result()
-        make_room(run, run.config.cluster.journal_gb * 1e9)
+        with disk_errors(run.folder.path, run.folder.remedy):
+            run.saved_at = saving.result()
+            make_room(run, run.config.cluster.journal_gb * 1e9)
 
 
 def replays_from_the_start(run: JournaledRun) -> bool:
