@@ -89,7 +89,7 @@ def test_an_evicted_machine_loses_its_round_and_never_comes_back_under_its_id(tm
 
 
 def test_the_machines_of_a_revoked_token_are_sent_away(tmp_path):
-    from small_cluster import join_request
+    from support.small_cluster import join_request
 
     service = opened(tmp_path / "run", Clock())
     tickets = [service.members.join(join_request(f"m{i}"), None, f"worker-{i % 2}").ticket for i in range(3)]

@@ -95,9 +95,8 @@ WORK = [(i % 3, "work") for i in range(20)]
 
 def test_what_was_applied_is_what_the_outer_rule_says(tmp_path):
     """The whole run by hand: the rule alone, fed with the contributions in the order of the tape."""
-    from small_cluster import model
-
     import heloco
+    from support.small_cluster import model
 
     story(tmp_path / "run", WORK, method="heloco-ramp")
     parameters = [torch.nn.Parameter(model()[f"parameter.{i}"].clone()) for i in range(2)]

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from heloco.cli.main import run
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import ArrivalRecord
 from heloco.report.mirrors import Mirroring
 from support.runs import TINY
 
@@ -41,9 +44,9 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
     kept = Kept()
     mirroring = Mirroring(kept)
     for line in tape(plain):
-        mirroring.arrived(line)
+        mirroring.arrived(msgspec.convert(line, ArrivalRecord))
     for line in tape(plain, "evals.jsonl"):
-        mirroring.evaluated(line)
+        mirroring.evaluated(msgspec.convert(line, EvaluationRecord))
     arrivals, evals = tape(plain), tape(plain, "evals.jsonl")
     assert [step for step, _ in kept.lines] == [line["arrival"] for line in arrivals + evals]
     for (_, numbers), line in zip(kept.lines, arrivals, strict=False):
@@ -59,9 +62,10 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
 
 def test_refused_contributions_and_missing_losses_are_left_out(plain: Path) -> None:
     kept = Kept()
-    Mirroring(kept).arrived(tape(plain)[0] | {"verdict": "refused"})
+    Mirroring(kept).arrived(msgspec.convert(tape(plain)[0] | {"verdict": "refused"}, ArrivalRecord))
     [first, *_] = tape(plain, "evals.jsonl")
-    Mirroring(kept).evaluated(first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}})
+    missing = first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}}
+    Mirroring(kept).evaluated(msgspec.convert(missing, EvaluationRecord))
     assert kept.lines == [(3, {"validation/virtual time in s": 1.0})]
 
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import to_builtins
 
@@ -72,12 +73,12 @@ def test_a_summary_can_be_added_to_line_by_line(unbroken):
     folder = unbroken(*SETTINGS["heloco"])
     lines = tape(folder)
     half = RunSummary.of(read_facts(folder / "run.json"))
-    summarize(half, map(ArrivalRecord.of, lines[:7]), map(EvaluationRecord.of, evals(folder)[:1]))
+    summarize(half, msgspec.convert(lines[:7], list[ArrivalRecord]), msgspec.convert(evals(folder)[:1], list[EvaluationRecord]))
     assert half.arrivals == 7
     for line in lines[7:]:
-        half.arrived(ArrivalRecord.of(line))
+        half.arrived(msgspec.convert(line, ArrivalRecord))
     for line in evals(folder)[1:]:
-        half.evaluated(EvaluationRecord.of(line))
+        half.evaluated(msgspec.convert(line, EvaluationRecord))
     assert half == summary_of(folder)
 
 

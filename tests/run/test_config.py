@@ -312,7 +312,3 @@ def test_a_value_of_another_kind_is_a_sentence(name, value, says):
     with pytest.raises(UserError) as raised:
         with_fields(RunConfig(), {name: value})
     assert str(raised.value) == f"{name} cannot be {value!r}: {says}"
-
-
-def test_no_section_repeats_its_name_in_a_field():
-    assert not [name for name, kind in SECTIONS.items() if name in {field.name for field in fields(kind)}]

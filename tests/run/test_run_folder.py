@@ -18,6 +18,7 @@ from torch import nn
 
 from heloco.engine.local import Collector, LocalRun, describe
 from heloco.errors import RunStopped
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.seeds import derive
 from heloco.task.datasets import DatasetTask
@@ -349,9 +350,9 @@ def test_a_refused_contribution_leaves_no_trace_in_parameters_momentum_or_barrie
     seen: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     class Look(Collector):
-        def arrived(self, line: dict[str, object]) -> None:
+        def arrived(self, record: ArrivalRecord) -> None:
             tensors = local.synchronizer.state_dict()["tensors"]
-            seen.append((str(line["verdict"]), {name: tensor.clone() for name, tensor in tensors.items()}))
+            seen.append((record.verdict, {name: tensor.clone() for name, tensor in tensors.items()}))
 
     local.observers.append(Look())
     local.run()
