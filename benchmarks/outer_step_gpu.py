@@ -133,10 +133,10 @@ def measure(name: str, config: GPTConfig, repeats: int) -> dict[str, Any]:
     elsewhere = torch.ones(1 << 27, device=DEVICE)
     passes = gpu.BlockKernels([p.detach() for p in parameters], momenta, [p.grad for p in parameters if p.grad is not None])
     group = heloco.param_groups[0]
-    table = passes.table([heloco._coefficients(group, 1.0)], [0] * len(parameters))
+    table = passes.table([heloco.coefficients_of(group, 1.0)], [0] * len(parameters))
     copy = copy_gb_s(repeats)
     step = graph_ms(lambda: passes.launch(table), repeats, elsewhere.sum)
-    sums = graph_ms(lambda: passes._decide(table), repeats, elsewhere.sum)
+    sums = graph_ms(lambda: passes.decide(table), repeats, elsewhere.sum)
     fused = graph_ms(sgd.step, repeats, elsewhere.sum)
     speed = 7 * 4 * count / step / 1e6
     return found | {
@@ -183,7 +183,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("This measures a CUDA GPU, and torch finds none here.", file=sys.stderr)
         return 2
-    if kernels._gpu(torch.cuda.current_device()) is None:
+    if kernels.gpu_kernels(torch.cuda.current_device()) is None:
         print("The GPU kernels need Triton: it is not installed, or cannot compile for this GPU.", file=sys.stderr)
         return 2
 

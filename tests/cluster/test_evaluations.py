@@ -294,6 +294,18 @@ def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tm
     service.close()
 
 
+def test_a_run_that_cannot_be_stopped_for_lack_of_descriptors_can_be_stopped_later(tmp_path):
+    folder = tmp_path / "run"
+    service = served(folder, task(), eval_every=0)
+    contribute(service, 3)
+    with no_descriptors(), pytest.raises(Refused) as refused:
+        service.admin.stop("enough")
+    assert refused.value.code is Code.BUSY and service.state.ended is None
+    service.admin.stop("enough")
+    assert service.state.ended.kind == "stopped" and RunFolder.open(folder).checkpoints()[-1].name == "arrival-00000003"
+    service.close()
+
+
 # ---- in a process of its own
 
 
@@ -379,6 +391,26 @@ def test_the_synchronizer_evaluates_if_the_machine_leaves(tmp_path, undisturbed)
     service.state.run.finish_evaluations()
     service.close()
     assert evaluations(folder) == undisturbed[:2]
+
+
+def test_a_model_that_could_not_be_written_holds_up_no_evaluation_after_it(tmp_path, caplog):
+    folder = tmp_path / "run"
+    service = served(folder, task())
+    service.state.run.finish_evaluations()
+    hand, _ = offered(service, "gpu")
+    blocked = folder / "evaluating" / "arrival-00000002.partial"
+    blocked.mkdir()
+    for seed in range(4):
+        hand.take()
+        hand.hand_in(delta(seed))
+        service.state.run.readers.wait()
+    assert "The evaluation at arrival 2 was left out" in caplog.text
+    with service.state.changed:
+        service.state.changed.wait_for(lambda: service.state.run.evaluations.waiting == 1, timeout=60)
+    job = service.next(hand.ticket, evaluates=True)
+    assert isinstance(job, EvaluationJob) and job.arrival == 4
+    blocked.rmdir()
+    service.close()
 
 
 def test_the_last_evaluation_of_a_finished_run_is_left_to_a_machine_too(tmp_path):

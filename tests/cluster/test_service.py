@@ -603,3 +603,15 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
     )
     assert not link.join("n", returning=None, layout=layout).needs_model
     service.close()
+
+
+def test_a_run_whose_model_has_an_empty_block_goes_on_after_a_restart(tmp_path):
+    folder, tensors = tmp_path / "run", {**model(), "parameter.1": torch.zeros(0)}
+    service = external_run(config(), folder)
+    link, layout = LocalLink(service), Layout.of(tensors)
+    joined = link.join("m", returning=None, layout=layout)
+    link.send_model(joined.ticket, layout, tensors, NAMES)
+    service.close()
+    again = external_run(config(), folder)
+    assert again.state.run is not None and not LocalLink(again).join("n", returning=None, layout=layout).needs_model
+    again.close()

@@ -24,8 +24,16 @@ def test_records_hold_all_that_a_run_wrote(unbroken):
     assert json.loads(read_facts(folder / "run.json").to_json()) == json.loads((folder / "run.json").read_text())
 
 
+def test_what_could_not_be_read_again_is_not_written(tmp_path):
+    lines = Lines(tmp_path / "evals.jsonl", 0, EvaluationRecord)
+    with pytest.raises(msgspec.ValidationError, match=r"Expected `int`, got `float` - at `\$\.units`"):
+        lines.append(EvaluationRecord(**LINE | {"units": 8.5}))
+    lines.close()
+    assert not (tmp_path / "evals.jsonl").read_bytes()
+
+
 def test_a_measure_that_is_no_number_is_written_as_null(tmp_path):
-    lines = Lines[EvaluationRecord](tmp_path / "evals.jsonl", 0)
+    lines = Lines(tmp_path / "evals.jsonl", 0, EvaluationRecord)
     lines.append(msgspec.convert(LINE | {"mean": {"loss": float("nan")}, "time_s": 3.0}, EvaluationRecord))
     lines.close()
     [record] = read_records(tmp_path / "evals.jsonl", EvaluationRecord)

@@ -10,14 +10,16 @@ import signal
 import tomllib
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from heloco.engine.build import build_task
 from heloco.engine.local import Collector, LocalRun, describe
-from heloco.errors import RunStopped
+from heloco.errors import RunStopped, UserError
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.seeds import derive
@@ -440,3 +442,12 @@ def test_losses_beyond_numbers_are_null_in_the_files(tmp_path):
     evaluated = heloco("eval", tmp_path / "run", "--json")
     assert evaluated.code == 0
     json.loads(evaluated.out, parse_constant=pytest.fail)
+
+
+def test_a_run_that_could_not_be_read_again_is_not_begun(tmp_path):
+    config = resolve(RunConfig())
+    task = build_task(config)[0]
+    facts = msgspec.structs.replace(describe(task, config, task.build_model()), parameters=1.5)
+    with pytest.raises(UserError, match=r"The task or the model cannot be described: Expected `int`, got `float`"):
+        RunFolder.create(tmp_path / "run", config, facts)
+    assert not any((tmp_path / "run").iterdir())

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heloco.task.attention import Attend, attend
+from heloco.task.attention import FusedAttention, attend
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -25,10 +25,10 @@ def off_by(ours: Tensor, theirs: Tensor) -> float:
 def test_attention_and_its_gradient(fused: None, sequences: int, length: int, heads: int, depth: int) -> None:  # noqa: ARG001
     qkv, weight = packed(sequences, length, heads, depth)
     ours = attend(qkv)
-    assert type(ours.grad_fn).__name__ == f"{Attend.__name__}Backward"
+    assert type(ours.grad_fn).__name__ == f"{FusedAttention.__name__}Backward"
     exact = qkv.detach().double().requires_grad_()
     theirs = attend(exact)  # float64 goes through torch
-    assert type(theirs.grad_fn).__name__ != f"{Attend.__name__}Backward"
+    assert type(theirs.grad_fn).__name__ != f"{FusedAttention.__name__}Backward"
     [ours_back] = torch.autograd.grad((ours * weight).sum(), qkv)
     [theirs_back] = torch.autograd.grad((theirs * weight).sum(), exact)
     assert off_by(ours, theirs) < 1e-3 and off_by(ours_back, theirs_back) < 1e-3  # TF32: 2⁻¹¹ ≈ 5e-4
@@ -46,4 +46,4 @@ def test_nobody_sees_the_future(fused: None) -> None:  # noqa: ARG001
 def test_what_the_kernels_are_not_written_for_goes_through_torch(fused: None) -> None:  # noqa: ARG001
     for length, depth in ((129, 16), (8, 8)):
         qkv, _ = packed(1, length, 2, depth)
-        assert type(attend(qkv).grad_fn).__name__ != f"{Attend.__name__}Backward"
+        assert type(attend(qkv).grad_fn).__name__ != f"{FusedAttention.__name__}Backward"

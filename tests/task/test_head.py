@@ -80,7 +80,7 @@ def test_without_gradients_any_number_of_tokens_is_served(fused: None) -> None: 
 
 def test_an_evaluation_computes_no_gradients(fused: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
     x, words, targets = inputs(1, 20, 32, 90)
-    monkeypatch.setattr(head, "Fused", None)
+    monkeypatch.setattr(head, "FusedCrossEntropy", None)
     with torch.no_grad():
         assert head.cross_entropy(x, words.requires_grad_(), targets).grad_fn is None
 

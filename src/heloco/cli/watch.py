@@ -30,8 +30,9 @@ def add_watch_flags(parser: Parser) -> None:
 def watch(parsed: argparse.Namespace) -> int:
     mirrors: list[Mirror] = []
     with contextlib.ExitStack() as stack:
-        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
-        stack.callback(signal.signal, signal.SIGTERM, before)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
+            stack.callback(signal.signal, number, before)
         folders = [local_folder(run, parsed, stack, mirrors) for run in parsed.runs]
         return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.lost())), ""))
 

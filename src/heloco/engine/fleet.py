@@ -253,6 +253,7 @@ def _bytes(model: nn.Module) -> int:
 
 
 def free_memory(device: torch.device) -> float:
+    """Bytes that runs of a fleet may take."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -19,17 +19,20 @@ class Lines(Generic[RecordT]):
 
     Each line reaches the operating system at once, so that a killed process loses none; `sync` makes them durable."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, kind: type[RecordT]) -> None:
         """Opens for appending after the first `size` bytes; what comes after them is cut off (an interrupted run's tail)."""
         self.path = path
+        self._decode = msgspec.json.Decoder(kind).decode
         self._file = path.open("ab", buffering=0)
         self._size = size
         if self._file.seekable():
             self._file.truncate(size)
 
     def append(self, record: RecordT) -> None:
-        """On an error nothing of the line stays."""
-        line = msgspec.json.encode(record) + b"\n"
+        """On an error nothing of the line stays. What could not be read again is an error."""
+        content = msgspec.json.encode(record)
+        self._decode(content)
+        line = content + b"\n"
         try:
             written = 0
             while written < len(line):

@@ -12,6 +12,7 @@ from heloco.errors import UserError
 EXTERNAL = "external"
 """The task digest of a run whose model and data are the machines' own."""
 Count = Annotated[int, Meta(ge=1)]
+Size = Annotated[int, Meta(ge=0)]
 
 
 class ShardFacts(Struct, frozen=True):
@@ -25,7 +26,7 @@ class BlockFacts(Struct, frozen=True):
     """A parameter tensor of the model."""
 
     name: Annotated[str, Meta(min_length=1)]
-    shape: list[Count]
+    shape: list[Size]
 
 
 class RunFacts(Struct, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class RunFacts(Struct, frozen=True, kw_only=True):
         return self.task_digest == EXTERNAL
 
     def to_json(self) -> bytes:
-        return msgspec.json.format(msgspec.json.encode(self, enc_hook=str), indent=1)  # torch's version is a kind of str
+        return msgspec.json.format(msgspec.json.encode(self), indent=1)
 
 
 def read_facts(path: Path) -> RunFacts:

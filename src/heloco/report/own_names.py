@@ -59,6 +59,7 @@ class OwnNames:
             await _refuse(send)
 
     def is_own(self, name: str) -> bool:
+        """Whether a request for this name is meant for this machine."""
         if is_loopback(name) or name in self._names:
             return True
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heloco.disk import make_durable, make_folder_durable, sha256
+from heloco.disk import SCARCE, make_durable, make_folder_durable, sha256
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, Stored, write
 
@@ -103,6 +103,8 @@ def load_state(path: Path) -> dict[str, Any]:
         if not (path / TENSORS).is_file():
             raise FileNotFoundError(f"there is no {TENSORS}")
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and error.errno in SCARCE:
+            raise
         raise CheckpointDamaged(f"The checkpoint {path} cannot be read ({error}). {_remedy(path)}") from error
     if hashlib.sha256(content).hexdigest() != sums[STATE]:
         raise CheckpointDamaged(

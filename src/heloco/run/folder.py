@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from heloco.disk import disk_errors, write_atomically
@@ -55,7 +56,7 @@ class RunFolder:
             with folder._locked():
                 cls.check_free(path, among)
                 try:
-                    write_atomically(path / META, facts.to_json())
+                    write_atomically(path / META, _checked(facts))
                     write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
                 except OSError:
                     (path / META).unlink(missing_ok=True)
@@ -108,8 +109,8 @@ class RunFolder:
         with self._locked(), disk_errors(self.path, self.remedy):
             if (short := self.shorter_than(tape_bytes, evals_bytes)) and not accept_shorter:
                 raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
-            self.tape = Lines[ArrivalRecord](self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes))
-            self.evals = Lines[EvaluationRecord](self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes))
+            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes), ArrivalRecord)
+            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes), EvaluationRecord)
 
     def shorter_than(self, tape_bytes: int, evals_bytes: int) -> Path | None:
         """The tape or the evaluations, where they do not have a whole line up to this byte."""
@@ -226,3 +227,13 @@ def make_next(parent: Path, stem: str) -> Path:
                 return path
             except FileExistsError:
                 number += 1
+
+
+def _checked(facts: RunFacts) -> bytes:
+    """run.json. What could not be read again is an error of whoever wrote the task."""
+    try:
+        content = facts.to_json()
+        msgspec.json.decode(content, type=RunFacts)
+    except (TypeError, msgspec.ValidationError) as error:
+        raise UserError(f"The task or the model cannot be described: {error}.") from error
+    return content

@@ -19,13 +19,15 @@ DEPTHS = (16, 32)  # of a head; the tiles of a deeper one do not fit in shared m
 def attend(qkv: Tensor) -> Tensor:
     _, length, _, _, depth = qkv.shape
     if may_round(qkv) and length <= LONGEST and depth in DEPTHS:
-        fused: Tensor = Attend.apply(qkv)  # type: ignore[no-untyped-call]
+        fused: Tensor = FusedAttention.apply(qkv)  # type: ignore[no-untyped-call]
         return fused
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
-class Attend(torch.autograd.Function):
+class FusedAttention(torch.autograd.Function):
+    """Causal attention of all heads by the kernels, forward and backward."""
+
     @staticmethod
     def forward(context: Any, qkv: Tensor) -> Tensor:
         from heloco.task.attention_kernels import attend_kernel

@@ -26,7 +26,7 @@ def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
         x, words, targets = x.contiguous(), words.contiguous(), targets.contiguous()
         if not _trains(x, words):  # an evaluation needs no Σ p w
             return _losses(x, words, targets, mean=False)[0]
-        fused: Tensor = Fused.apply(x, words, targets)  # type: ignore[no-untyped-call]
+        fused: Tensor = FusedCrossEntropy.apply(x, words, targets)  # type: ignore[no-untyped-call]
         return fused
     logits = product(x, words)
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
@@ -50,7 +50,9 @@ def stages(device: torch.device) -> int:
     return max((count for count, needed in SHARED_BYTES.items() if needed <= held), default=0)
 
 
-class Fused(torch.autograd.Function):
+class FusedCrossEntropy(torch.autograd.Function):
+    """The loss of each token without logits in memory."""
+
     @staticmethod
     def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
         losses, level, mean = _losses(x, words, targets, mean=True)

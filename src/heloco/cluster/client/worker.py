@@ -136,6 +136,7 @@ class Worker:
             return f"{name} came to nothing"
 
     def before_step(self) -> None:
+        """Called before each inner step."""
         if self._client is None:
             return
         if reason := self.stop_requested or self._client.obsolete_because:

@@ -118,7 +118,7 @@ class ModelOffer(Message, frozen=True, kw_only=True):
 
 
 class ModelCommit(Message, frozen=True, kw_only=True):
-    names: tuple[Annotated[str, Meta(max_length=500)], ...]
+    names: tuple[Annotated[str, Meta(min_length=1, max_length=500)], ...]
     digest: Digest
 
 

@@ -1,7 +1,6 @@
 """How much memory Ray's object store needs for a run."""
 
 import contextlib
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import torch
 
 from heloco.cluster.server.process import ServeSpec
+from heloco.errors import UserError
+from heloco.records.run_facts import read_facts
 from heloco.records.run_files import META
 from heloco.run.config import RunConfig, gpt_config, resolve
 from heloco.run.settings import parse_toml, with_fields
@@ -18,11 +19,9 @@ from heloco.task.gpt import TinyGPT
 def store_bytes(spec: ServeSpec) -> int:
     """Size of the store: (workers + 2) models, or a third of the machine's memory if the model is not known yet. Unused
     memory of the store is not allocated."""
-    meta_path = Path(spec.folder) / META
-    if meta_path.exists():
-        with contextlib.suppress(ValueError, KeyError):
-            meta = json.loads(meta_path.read_text())
-            return (len(meta["paces"]) + 2) * int(meta["parameters"]) * 4
+    with contextlib.suppress(UserError):
+        facts = read_facts(Path(spec.folder) / META)
+        return (len(facts.paces) + 2) * facts.parameters * 4
     if not spec.config:
         return 0
     config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))

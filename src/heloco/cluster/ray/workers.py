@@ -77,6 +77,7 @@ class WorkerActor:
             self._worker.stop_requested = reason
 
     def status(self) -> WorkerStatus:
+        """What the worker does at the moment."""
         return WorkerStatus(self._name, os.getpid(), self._worker.rounds if self._worker else 0, list(self._lines))
 
 

@@ -4,6 +4,9 @@ A checkpoint is written in the background. Under the run's lock only the small p
 """
 
 import contextlib
+import errno
+import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +19,12 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
-from heloco.disk import disk_errors
 from heloco.errors import UserError
 from heloco.records.journal_reader import Mark
 from heloco.run import checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
+
+log = logging.getLogger("heloco.server")
 
 
 class ServedState(Struct, frozen=True, kw_only=True):
@@ -83,13 +87,14 @@ def save_if_due(run: JournaledRun) -> None:
 
 
 def begin_saving(run: JournaledRun) -> None:
-    """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock."""
+    """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock. Without room or
+    descriptors it raises OSError, and nothing has changed."""
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, arrival, synchronizer = run.folder, run.synchronizer.arrivals, run.synchronizer.state_dict()
     with run.evaluations_held() as evaluations_due:
         if not run.lines.catch_up():  # a line that waits is in no file, and its evaluation is due no more
-            raise UserError(f"The disk of {folder.path} is full: make room.")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.path))
         line_sizes = folder.line_sizes()
     served = ServedState(
         journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
@@ -101,8 +106,7 @@ def begin_saving(run: JournaledRun) -> None:
         "config_digest": run.config.digest(), "task_digest": run.task_digest, "books": synchronizer["books"],
         "served": msgspec.to_builtins(served, str_keys=True), **line_sizes,
     }  # fmt: skip
-    with disk_errors(folder.path, folder.remedy):  # there may be no descriptor at the moment
-        keep_first, make_journal_durable = replays_from_the_start(run), run.journal.durable_later()
+    keep_first, make_journal_durable = replays_from_the_start(run), run.journal.durable_later()
     copied = run.readers.enter()
 
     def write() -> int:
@@ -120,11 +124,9 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
     """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with. Events that it
     covers may then be pruned from the journal, and old checkpoints with them."""
     if run.saving is not None and (wait or run.saving.done()):
-        assert run.folder is not None
         saving, run.saving = run.saving, None
-        with disk_errors(run.folder.path, run.folder.remedy):
-            run.saved_at = saving.result()
-            make_room(run, run.config.cluster.journal_gb * 1e9)
+        run.saved_at = saving.result()
+        make_room(run, run.config.cluster.journal_gb * 1e9)
 
 
 def replays_from_the_start(run: JournaledRun) -> bool:
@@ -135,14 +137,18 @@ def replays_from_the_start(run: JournaledRun) -> bool:
 
 
 def make_room(run: JournaledRun, budget_bytes: float) -> None:
-    """Begins to prune the journal to its budget. Only events that the newest checkpoints cover are removed."""
+    """Begins to prune the journal to its budget, or leaves it for later. Only events that the newest checkpoints cover are
+    removed."""
     assert run.folder is not None
-    newest = run.folder.checkpoints()[-checkpoint.KEEP :]
-    marks = [served_state(checkpoint.load_state(path)).journal for path in newest]
-    if marks and (paths := run.journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
-        for path in run.folder.checkpoints()[: -checkpoint.KEEP]:
-            checkpoint.discard(path)
-        run.slow_work.submit(_remove, paths)
+    try:
+        paths = run.folder.checkpoints()
+        marks = [served_state(checkpoint.load_state(path)).journal for path in paths[-checkpoint.KEEP :]]
+        if marks and (surplus := run.journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
+            for path in paths[: -checkpoint.KEEP]:
+                checkpoint.discard(path)
+            run.slow_work.submit(_remove, surplus)
+    except (OSError, UserError) as error:
+        log.warning("Nothing could be removed from the journal: %s", error)
 
 
 def _remove(paths: list[Path]) -> None:

@@ -146,8 +146,9 @@ class EvaluationQueue:
                 write(file, self._layout, tensors, hashed=digest)
             self._models[due.arrival] = partial.rename(self.folder / f"{name}.{digest.hexdigest()}.safetensors")
         except OSError as error:
-            partial.unlink(missing_ok=True)
             log.warning("The evaluation at arrival %d was left out: its model could not be written (%s).", due.arrival, error)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
         finally:
             leave()
             with self._changed:
@@ -262,11 +263,14 @@ class EvaluationQueue:
         with self._changed:
             while not self._is_over:
                 due = self._due[0] if self._due else None
-                if due and due.arrival not in self._copying and not self._is_lent() and not self.is_left_to(None):
+                if due and due.arrival not in self._copying and not (due.arrival in self._models and self._is_a_machines()):
                     self._is_evaluating = True
                     return due
                 self._changed.wait(LOOK_EVERY_S if self._due else None)
         return None
+
+    def _is_a_machines(self) -> bool:
+        return self._is_lent() or self.is_left_to(None)
 
     def _score(self, due: EvaluationDue) -> Scores | None:
         path = self._models.get(due.arrival)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+from collections.abc import Callable
 
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server import checkpoints
@@ -10,6 +11,7 @@ from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
+from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
 
 TICK_S = 0.2
@@ -22,6 +24,8 @@ class Housekeeping:
     def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership, pauses: Pauses) -> None:
         self.state, self.rounds, self.members, self.pauses = state, rounds, members, pauses
         self._ticked_s = 0.0
+        self._told_at = -1
+        """The arrival at which it was said last that no checkpoint could be made."""
 
     def take_up(self) -> None:
         self._ticked_s = self.state.now_s
@@ -61,16 +65,24 @@ class Housekeeping:
         """Begins a checkpoint if one is due. `wait`: returns when it is written."""
         state = self.state
         with state.changed:
-            if state.run is None or state.has_failed:
-                return
-            try:
-                checkpoints.finish_saving(state.run, wait=wait)
-                checkpoints.save_if_due(state.run)
-                checkpoints.finish_saving(state.run, wait=wait)
-            except UserError as error:  # for example a full disk: the journal has everything, and only the checkpoint is missing
+            run = state.run
+            if run is not None and not state.has_failed:
+                self._try(lambda: checkpoints.finish_saving(run, wait=wait))
+                self._try(lambda: checkpoints.save_if_due(run))
+                self._try(lambda: checkpoints.finish_saving(run, wait=wait))
+
+    def _try(self, save: Callable[[], None]) -> None:
+        """Without room or descriptors only a checkpoint is missing: the journal has everything."""
+        try:
+            save()
+        except RunStopped as error:  # an fsync failed
+            self.state.end("failed", str(error))
+        except (UserError, OSError) as error:
+            if isinstance(error, OSError) and error.errno not in FULL + SCARCE:
+                raise
+            if self._told_at != (arrivals := self.state.run.synchronizer.arrivals if self.state.run else 0):
+                self._told_at = arrivals
                 log.warning("No checkpoint could be made: %s", error)
-            except RunStopped as error:  # an fsync failed
-                state.end("failed", str(error))
 
 
 class Housekeeper(threading.Thread):

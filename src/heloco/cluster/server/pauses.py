@@ -120,5 +120,6 @@ class Pauses:
             return ""
         self._short_since_s = state.now_s if self._short_since_s is None else self._short_since_s
         if state.now_s - self._short_since_s > PRUNE_AFTER_S:
+            self._short_since_s = state.now_s
             checkpoints.make_room(state.run, 0.0)
         return f"{state.folder} has {free / 1e6:.1f} MB left, and a round needs {bytes_needed / 1e6:.1f}: free some space"

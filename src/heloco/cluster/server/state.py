@@ -87,9 +87,11 @@ class ServiceState:
                 self.end("failed", f"{self.folder} cannot be written ({error.strerror}).")
                 raise Refused(Code.AWAY, "The synchronizer has stopped: its disk failed.") from error
             except (UserError, RunStopped) as error:
-                if isinstance(error, JournalTaken):  # memory alone still holds all that was acknowledged, and it is intact
-                    checkpoints.save(self.run)
-                self.end("failed", str(error))
+                try:
+                    if isinstance(error, JournalTaken):  # memory alone still holds all that was acknowledged, and it is intact
+                        checkpoints.save(self.run)
+                finally:
+                    self.end("failed", str(error))
                 raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
             except BaseException as error:
                 self.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")

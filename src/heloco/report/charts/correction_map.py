@@ -23,6 +23,7 @@ def correction(runs: Sequence[Run]) -> Chart | None:
 
 
 def heat_of(run: Run, cells: int) -> View | None:
+    """The map of a run, thinned to so many cells; None if the run has no blocks."""
     tape, blocks = run.tape, run.facts.blocks
     applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
     if not applied:
