@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.browsers import started_browser
 from support.runs import evals, heloco, tape
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -23,14 +24,8 @@ CHARTS = ["scores", "sources", "norms", "traffic", "timeline", "staleness", "his
 
 @pytest.fixture(scope="module")
 def browser(browser_path: str | None) -> Iterator[Any]:
-    """A browser of the system, or the one that `playwright install chromium` brought."""
-    with playwright.sync_playwright() as started:
-        try:
-            made = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
-        yield made
-        made.close()
+    with started_browser(browser_path) as browser:
+        yield browser
 
 
 Open = Callable[..., Any]

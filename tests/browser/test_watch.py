@@ -17,6 +17,7 @@ import pytest
 from heloco.report.differences import with_changes
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
 from heloco.report.run_reader import read_runs
+from support.browsers import silent_page
 from support.runs import TINY, heloco
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
@@ -153,16 +154,7 @@ def test_a_page_that_is_served_to_others_answers_to_its_addresses_and_names() ->
 
 
 def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path, browser_path: str | None) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
-        try:
-            browser = started.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        except playwright.Error as error:
-            pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
-        page = browser.new_page()
-        heard: list[str] = []
-        page.on("console", lambda message: heard.append(message.text))
-        page.on("pageerror", lambda error: heard.append(str(error)))
+    with silent_page(browser_path) as page:
         page.goto(f"http://{served}/")
         count = "window.heloco.cards.get('scores').chart.views[0].panels[0].lines[0].y.length"
         assert page.evaluate(count) == 3
@@ -171,8 +163,7 @@ def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path
             if page.evaluate(count) == 5:
                 break
             page.wait_for_timeout(50)
-        assert page.evaluate(count) == 5 and not heard
-        browser.close()
+        assert page.evaluate(count) == 5
 
 
 def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path) -> None:

@@ -1,5 +1,6 @@
 """Evaluations and checkpoints of a served run: they hold up nobody, and what they say is of the arrival they are of."""
 
+import errno
 import json
 import os
 import resource
@@ -291,6 +292,24 @@ def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tm
     contribute(service, 4, 4)
     service.housekeeping.save_if_due(wait=True)
     assert run.saved_at == 8
+    service.close()
+
+
+def test_after_an_fsync_that_failed_no_checkpoint_is_begun(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    service = served(folder, task(), eval_every=0, checkpoint_every=4)
+    contribute(service, 4)
+    before = RunFolder.open(folder).checkpoints()
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("heloco.disk.os.fsync", fail)
+        service.housekeeping.save_if_due()
+        assert service.state.run.saving.exception(60)
+    service.housekeeping.save_if_due(wait=True)
+    assert service.state.ended.kind == "failed" and RunFolder.open(folder).checkpoints() == before
     service.close()
 
 

@@ -214,10 +214,14 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
 # ---- faults
 
 
+BEAT_S = 2.0  # whoever stands still for a moment is not taken for lost
+
+
 def stopped_with_a_round(engine: RaySupervisor, worker: WorkerStatus) -> MachineStatus | None:
     """What the run knows of the worker, which stands still and holds a round; or None, and it goes on."""
     os.kill(worker.pid, signal.SIGSTOP)
-    time.sleep(0.2)  # what it had asked for is answered
+    before = engine.status().arrivals
+    until(lambda: engine.status().arrivals >= before + 2, "what others send later, so that what it had sent is in")
     known = next(m for m in engine.status().machines if m.name == worker.name)
     if known.round:
         return known
@@ -232,7 +236,7 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     arrivals = 120
     said: list[str] = []
     with RaySupervisor(
-        spec_of(config(arrivals=arrivals, inner_steps=30), folder), workers=3, cluster=cluster, tell=said.append
+        spec_of(config(arrivals=arrivals, inner_steps=30, beat_s=BEAT_S), folder), workers=3, cluster=cluster, tell=said.append
     ) as e:
         until(lambda: len({m.name for m in e.status().machines if m.arrivals}) == 3, "three contributors")
         worker = e.workers()[0]
@@ -258,7 +262,7 @@ def test_the_round_of_a_worker_that_is_killed_goes_to_another_at_once(broken):
     assert (left.kind, left.text) == ("lost", "its process died")
     given_up = next((n, event) for n, event in happened if isinstance(event, Abandon) and n > number - 3)
     assert given_up[1].worker == broken["victim"].round.worker and given_up[1].text == "its process died"
-    patience_s = TINY["beat_s"] * 10
+    patience_s = BEAT_S * 10
     assert left.time_s - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
     dispatched = [event for n, event in happened if n > given_up[0] and isinstance(event, Dispatch)]
     again = next(event for event in dispatched if event.worker == given_up[1].worker)

@@ -349,14 +349,14 @@ def schedule(parsed: argparse.Namespace) -> int:
         barrier=get_method(config.outer.method).barrier,
         grace_s=workers.grace_s,
     )
-    listed = list(events) if parsed.events else []
-    time_s, shares = summarize(iter(listed) if parsed.events else events, steps)
+    arrivals = list(events) if parsed.events else []
+    time_s, shares = summarize(iter(arrivals) if parsed.events else events, steps)
     if parsed.json:
-        rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in listed]
+        rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in arrivals]
         table = [asdict(share) for share in shares]
         print(json.dumps({"time_s": time_s, "workers": table} | ({"events": rows} if parsed.events else {})))
         return 0
-    for at_s, arrival in listed:
+    for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
     Console().print(schedule_table(time_s, shares, workers.paces))
     return 0

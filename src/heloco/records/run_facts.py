@@ -73,7 +73,13 @@ class RunFacts(Struct, frozen=True, kw_only=True):
         return self.task_digest == EXTERNAL
 
     def to_json(self) -> bytes:
-        return msgspec.json.format(msgspec.json.encode(self), indent=1)
+        """The content of run.json. Facts that could not be read again are a `UserError`."""
+        try:
+            content = msgspec.json.encode(self)
+            msgspec.json.decode(content, type=RunFacts)
+        except (TypeError, msgspec.ValidationError) as error:
+            raise UserError(f"The task or the model cannot be described: {error}.") from error
+        return msgspec.json.format(content, indent=1)
 
 
 def read_facts(path: Path) -> RunFacts:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from heloco.disk import disk_errors, write_atomically
@@ -56,7 +55,7 @@ class RunFolder:
             with folder._locked():
                 cls.check_free(path, among)
                 try:
-                    write_atomically(path / META, _checked(facts))
+                    write_atomically(path / META, facts.to_json())
                     write_atomically(path / CONFIG, to_toml(config).encode())  # last: a folder with a config is a run
                 except OSError:
                     (path / META).unlink(missing_ok=True)
@@ -227,13 +226,3 @@ def make_next(parent: Path, stem: str) -> Path:
                 return path
             except FileExistsError:
                 number += 1
-
-
-def _checked(facts: RunFacts) -> bytes:
-    """run.json. What could not be read again is an error of whoever wrote the task."""
-    try:
-        content = facts.to_json()
-        msgspec.json.decode(content, type=RunFacts)
-    except (TypeError, msgspec.ValidationError) as error:
-        raise UserError(f"The task or the model cannot be described: {error}.") from error
-    return content

@@ -66,15 +66,17 @@ class Housekeeping:
         state = self.state
         with state.changed:
             run = state.run
-            if run is not None and not state.has_failed:
+            if run is not None:
                 self._try(lambda: checkpoints.finish_saving(run, wait=wait))
                 self._try(lambda: checkpoints.save_if_due(run))
                 self._try(lambda: checkpoints.finish_saving(run, wait=wait))
 
     def _try(self, save: Callable[[], None]) -> None:
-        """Without room or descriptors only a checkpoint is missing: the journal has everything."""
+        """Without room or descriptors only a checkpoint is missing: the journal has everything. After an fsync that failed,
+        nothing more is written."""
         try:
-            save()
+            if not self.state.has_failed:
+                save()
         except RunStopped as error:  # an fsync failed
             self.state.end("failed", str(error))
         except (UserError, OSError) as error:
