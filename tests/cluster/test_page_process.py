@@ -45,8 +45,9 @@ def host(folder):
 def browser(host):
     key = host.tokens.first("viewer").secret
     with httpx.Client(
-        base_url=host.address, verify=False, trust_env=False, timeout=LIMIT_S, cookies={"heloco-view": key}
-    ) as made:
+        base_url=host.address, verify=False, trust_env=False, timeout=LIMIT_S, cookies={"heloco-view": key},
+        limits=httpx.Limits(max_connections=None),
+    ) as made:  # fmt: skip
         yield made
 
 
@@ -81,6 +82,21 @@ def test_events_come_through_and_end_with_the_browser(host, folder, browser):
     end = time.monotonic() + LIMIT_S
     while connections_of(process):
         assert time.monotonic() < end, "the page's process still serves a browser that has gone"
+
+
+MANY, SOON_S = 130, 5.0
+
+
+def test_many_who_look_and_leave_keep_nobody_from_looking(folder, browser):
+    with contextlib.ExitStack() as streams:
+        lines = [streams.enter_context(browser.stream("GET", "/page/events?seen=-1")).iter_lines() for _ in range(MANY)]
+        assert all(next(each).startswith("id: ") for each in lines)
+        assert browser.get("/page/", timeout=SOON_S).status_code == 200
+        [process] = page_processes(folder)
+        assert connections_of(process) > MANY
+    end = time.monotonic() + SOON_S  # nothing happens in the run meanwhile
+    while connections_of(process) > 1:
+        assert time.monotonic() < end, "the page's process still serves browsers that have gone"
 
 
 def connections_of(process: int) -> int:

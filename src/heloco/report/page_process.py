@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
@@ -47,13 +47,13 @@ class PageProcess:
         if scope["type"] == "http":
             gone = asyncio.ensure_future(_disconnected(receive))
             try:
-                await self._show(scope, send, gone.done)
+                await self._show(scope, send, gone)
             finally:
                 gone.cancel()
 
-    async def _show(self, scope: Scope, send: Send, is_gone: Callable[[], bool]) -> None:
-        """A browser that is gone is noticed when the page has something to send, which is every 15 s at the latest. Nothing is
-        cancelled meanwhile, neither the start of the process nor a connection to it."""
+    async def _show(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
+        """Passes an answer on until its end, or until the browser has gone. Before the answer begins nothing is cancelled,
+        neither the start of the process nor a connection to it."""
         import httpx
 
         path, has_begun = scope["path"].removeprefix(scope.get("root_path", "")), False
@@ -68,10 +68,11 @@ class PageProcess:
                     headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
                     has_begun = True
                     await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-                    async for chunk in answer.aiter_raw():
-                        if is_gone():
-                            return
+                    chunks = answer.aiter_raw()
+                    while (chunk := await _next(chunks, gone)) is not None:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    if gone.done():
+                        return
                 await send({"type": "http.response.body", "body": b""})
                 return
             except (httpx.TransportError, OSError, MemoryError, subprocess.SubprocessError):
@@ -103,8 +104,11 @@ class PageProcess:
             if self._process.poll() is not None or time.monotonic() > limit_s:
                 raise subprocess.SubprocessError("the page's process does not start")
             time.sleep(0.02)
+        limits = httpx.Limits(max_connections=None)  # the gateway bounds how many look
         return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(address)), base_url="http://page", timeout=httpx.Timeout(30, read=None)
+            transport=httpx.AsyncHTTPTransport(uds=str(address), limits=limits),
+            base_url="http://page",
+            timeout=httpx.Timeout(30, read=None),
         )
 
     async def _end(self) -> None:
@@ -134,6 +138,17 @@ def _asked(scope: Scope) -> dict[str, str]:
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     return [(b"accept-encoding", b"identity"), *((name, value) for name, value in scope["headers"] if name in HEADERS)]
+
+
+async def _next(chunks: AsyncIterator[bytes], gone: "asyncio.Future[None]") -> bytes | None:
+    """The next chunk, or None if there is none or the browser has gone."""
+    chunk = asyncio.ensure_future(anext(chunks, None))
+    await asyncio.wait((chunk, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not gone.done():
+        return chunk.result()
+    chunk.cancel()
+    await asyncio.gather(chunk, return_exceptions=True)
+    return None
 
 
 async def _disconnected(receive: Receive) -> None:
