@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SERVING_MODULES = (
     "heloco.cluster.server.process", "heloco.task.language", "heloco.task.hf", "heloco.cluster.gateway.server",
     "heloco.cluster.gateway.app", "heloco.cluster.gateway.listener", "heloco.cluster.gateway.connection",
-    "heloco.report.page_process", "heloco.cli.serve_view", "heloco.cli.page",
+    "heloco.report.page_process", "heloco.report.page_connection", "heloco.cli.serve_view", "heloco.cli.page",
     "cryptography.x509", "cryptography.hazmat.primitives.serialization", "encodings.idna", "numpy.ma", "numpy.random", "resource",
     "uvicorn", "uvicorn.lifespan.on", "uvicorn.loops.uvloop", "uvicorn.protocols.http.auto",
     "uvicorn.protocols.http.httptools_impl",

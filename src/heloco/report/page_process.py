@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlencode
 
 if TYPE_CHECKING:
-    import httpx
+    import httpcore
 
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
@@ -39,7 +39,7 @@ class PageProcess:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._pool: httpcore.AsyncConnectionPool | None = None
         self._place: Path | None = None
         self._starting = asyncio.Lock()
 
@@ -54,46 +54,46 @@ class PageProcess:
     async def _show(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
         """Passes an answer on until its end, or until the browser has gone. Before the answer begins nothing is cancelled,
         neither the start of the process nor a connection to it."""
-        import httpx
+        import httpcore
 
         path, has_begun = scope["path"].removeprefix(scope.get("root_path", "")), False
         if path not in PATHS:
             await _refuse(send, 404, b"There is no such page.")
             return
-        client = None
+        pool = None
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
-                client = await self.ready(unlike=client)
-                async with client.stream(scope["method"], path, params=_asked(scope), headers=_headers(scope)) as answer:
-                    headers = [(k.lower(), v) for k, v in answer.headers.raw if k.lower() not in (b"date", b"server")]
+                pool = await self.ready(unlike=pool)
+                async with pool.stream(scope["method"], f"http://page{path}?{_asked(scope)}", headers=_headers(scope)) as answer:
+                    headers = [(k.lower(), v) for k, v in answer.headers if k.lower() not in (b"date", b"server")]
                     has_begun = True
-                    await send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
-                    chunks = answer.aiter_raw()
+                    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+                    chunks = aiter(answer.aiter_stream())
                     while (chunk := await _next(chunks, gone)) is not None:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
                     if gone.done():
                         return
                 await send({"type": "http.response.body", "body": b""})
                 return
-            except (httpx.TransportError, OSError, MemoryError, subprocess.SubprocessError):
+            except (httpcore.NetworkError, httpcore.ProtocolError, OSError, MemoryError, subprocess.SubprocessError):
                 if has_begun:
                     return  # the answer stays without its end, and the browser asks again
                 if is_last:
                     await _refuse(send, 503, b"The page cannot be shown at the moment: try again.")
 
-    async def ready(self, unlike: "httpx.AsyncClient | None" = None) -> "httpx.AsyncClient":
-        """A client of the page's process, which is started if it does not run.
+    async def ready(self, unlike: "httpcore.AsyncConnectionPool | None" = None) -> "httpcore.AsyncConnectionPool":
+        """Connections to the page's process, which is started if it does not run.
 
-        `unlike`: a client that failed. The process is then started again."""
+        `unlike`: those that failed. The process is then started again."""
         async with self._starting:
-            if self._client in (None, unlike) or self._process is None or self._process.poll() is not None:
+            if self._pool in (None, unlike) or self._process is None or self._process.poll() is not None:
                 await self._end()
-                self._client = await asyncio.to_thread(self._start)
-            assert self._client is not None
-            return self._client
+                self._pool = await asyncio.to_thread(self._start)
+            assert self._pool is not None
+            return self._pool
 
-    def _start(self) -> "httpx.AsyncClient":
-        import httpx
+    def _start(self) -> "httpcore.AsyncConnectionPool":
+        from heloco.report.page_connection import connection_pool
 
         self._place = Path(tempfile.mkdtemp(prefix="heloco-page-"))
         address = self._place / "socket"
@@ -104,17 +104,12 @@ class PageProcess:
             if self._process.poll() is not None or time.monotonic() > limit_s:
                 raise subprocess.SubprocessError("the page's process does not start")
             time.sleep(0.02)
-        limits = httpx.Limits(max_connections=None)  # the gateway bounds how many look
-        return httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(address), limits=limits),
-            base_url="http://page",
-            timeout=httpx.Timeout(30, read=None),
-        )
+        return connection_pool(str(address))
 
     async def _end(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        if self._pool is not None:
+            await self._pool.aclose()
+            self._pool = None
         self.close()
 
     def close(self) -> None:
@@ -130,14 +125,18 @@ class PageProcess:
             self._place = None
 
 
-def _asked(scope: Scope) -> dict[str, str]:
+def _asked(scope: Scope) -> str:
     """What the page looks at in a query; the key has done its work."""
     asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    return {name: values[0] for name, values in asked.items() if name in QUERY}
+    return urlencode({name: values[0] for name, values in asked.items() if name in QUERY})
 
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    return [(b"accept-encoding", b"identity"), *((name, value) for name, value in scope["headers"] if name in HEADERS)]
+    return [
+        (b"host", b"page"),
+        (b"accept-encoding", b"identity"),
+        *((name, value) for name, value in scope["headers"] if name in HEADERS),
+    ]
 
 
 async def _next(chunks: AsyncIterator[bytes], gone: "asyncio.Future[None]") -> bytes | None:
