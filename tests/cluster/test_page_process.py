@@ -93,10 +93,20 @@ def test_many_who_look_and_leave_keep_nobody_from_looking(folder, browser):
         assert all(next(each).startswith("id: ") for each in lines)
         assert browser.get("/page/", timeout=SOON_S).status_code == 200
         [process] = page_processes(folder)
-        assert connections_of(process) > MANY
+        assert connections_of(process) == MANY
     end = time.monotonic() + SOON_S  # nothing happens in the run meanwhile
-    while connections_of(process) > 1:
+    while connections_of(process):
         assert time.monotonic() < end, "the page's process still serves browsers that have gone"
+
+
+def test_who_asks_for_the_head_of_the_events_keeps_nobody_from_looking(folder, browser):
+    head = browser.head("/page/events?seen=-1")
+    assert head.status_code == 200 and head.headers["content-type"].startswith("text/event-stream")
+    assert browser.get("/page/", timeout=SOON_S).status_code == 200
+    [process] = page_processes(folder)
+    end = time.monotonic() + SOON_S
+    while connections_of(process):
+        assert time.monotonic() < end, "the page's process still sends events that nobody reads"
 
 
 def connections_of(process: int) -> int:

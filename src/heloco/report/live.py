@@ -159,7 +159,10 @@ class Page:
         seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
         if not VERSION.fullmatch(seen):
             return Response("seen must be a whole number: the version that the page has.", 400)
-        return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        headers = {"Cache-Control": "no-store"}
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=headers)
+        return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers=headers)
 
 
 def app_of_folder(folder: Path) -> "Starlette":

@@ -14,8 +14,10 @@ import httpcore
 
 
 def connection_pool(address: str) -> httpcore.AsyncConnectionPool:
-    """A pool without a limit: the gateway bounds how many look."""
-    return httpcore.AsyncConnectionPool(uds=address, network_backend=_UnixSockets(), max_connections=None)
+    """One connection for each request. There is no limit to them: the gateway bounds how many look."""
+    return httpcore.AsyncConnectionPool(
+        uds=address, network_backend=_UnixSockets(), max_connections=None, max_keepalive_connections=0
+    )
 
 
 class _UnixSockets(httpcore.AsyncNetworkBackend):
