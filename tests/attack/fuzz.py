@@ -276,7 +276,7 @@ class Fuzz:
         if self._has_ended(session):  # by a request that was valid after all: then it ends as it should
             until(lambda: serving.process.poll() is not None, "the process of the run ends", 60.0)
             check(serving.process.returncode in (0, 2), f"it ended with {serving.process.returncode}: {serving.log()[-3000:]}")
-            check("Traceback" not in serving.log(), f"a traceback: {serving.log()[-3000:]}")
+            serving.check_no_traceback()
             return
         serving.check_well()
         self.memory.append((round(self._baseline), round(serving.settled_mb(self._baseline))))

@@ -157,8 +157,12 @@ class Serving:
 
     def check_well(self) -> None:
         check(self.process.poll() is None, f"the run ended: {self.log()[-2000:]}")
-        check("Traceback" not in self.log(), f"a traceback: {self.log()[-3000:]}")
+        self.check_no_traceback()
         check("started again" not in self.log(), f"the synchronizer died: {self.log()[-3000:]}")
+
+    def check_no_traceback(self) -> None:
+        before, _, traceback = self.log().partition("Traceback")
+        check(not traceback, f"a traceback: {before[-500:]}Traceback{traceback[:3000]}")
 
     def close(self) -> None:
         """Stops the process. It is killed after `STOP_S`, because it would wait for its machines."""

@@ -615,3 +615,12 @@ def test_a_run_whose_model_has_an_empty_block_goes_on_after_a_restart(tmp_path):
     again = external_run(config(), folder)
     assert again.state.run is not None and not LocalLink(again).join("n", returning=None, layout=layout).needs_model
     again.close()
+
+
+@pytest.mark.parametrize("offset", [1 << 20, 1 << 44, (1 << 62) - 1])
+@pytest.mark.parametrize("name", ["tape.jsonl", "evals.jsonl", "journal", "config.toml", "run.json"])
+def test_beyond_the_end_of_a_file_there_is_nothing_to_read(tmp_path, name, offset):
+    """No file system has files of 2⁶² bytes, and some refuse to look there."""
+    service = opened(tmp_path / "run")
+    assert service.admin.read(name, offset) == b""
+    service.close()

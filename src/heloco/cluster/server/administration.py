@@ -1,5 +1,6 @@
 """Looking at a run, reading its files, and stopping it."""
 
+import os
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import MachineStatus, Status
@@ -72,7 +73,7 @@ class Administration:
         if not path.is_file():
             return b""
         with path.open("rb") as file:
-            file.seek(offset)
+            file.seek(min(offset, os.fstat(file.fileno()).st_size))  # file systems refuse offsets beyond their largest file
             return file.read(READ_LIMIT_BYTES)
 
     def stop(self, text: str) -> None:
