@@ -65,7 +65,7 @@ class Keeper:
         run, place = self.runs[key]
         record = make_record(run.config, run.task.digest, collected, reason)
         self.store.write(record)
-        name = f"{place.row}  {place.config.workers.assign}  {place.method}  seed {place.config.run.seed}"
+        name = f"{place.row}  {place.config.rounds.assign}  {place.method}  seed {place.config.run.seed}"
         print(f"{time.monotonic() - self.began:.0f} s  {name}  {record.evals.loss[-1]}", flush=True)
 
     def diverged(self, key: str, reason: str, collected: Collector) -> None:

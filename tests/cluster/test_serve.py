@@ -38,7 +38,7 @@ def ended(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that two local workers did. Only look at it."""
     folder = tmp_path_factory.mktemp("ended") / "run"
     wanted = folder.parent / "run.toml"
-    wanted.write_text("[run]\narrivals = 40\neval_every = 10\n[workers]\ninner_steps = 3\n")
+    wanted.write_text("[run]\narrivals = 40\neval_every = 10\n[rounds]\ninner_steps = 3\n")
     served = programs.serve(folder, *SMALL, "--workers", "2", config=wanted)
     done = served.program.end()
     assert done.code == 0, (done.out, done.err)

@@ -70,7 +70,7 @@ def test_the_papers_recipe_is_the_papers_setting():
     assert (config.model.preset, config.input.tokenizer, config.model.context) == ("paper", "gpt2", 128)
     assert (inner.batch_size, inner.lr, inner.lr_min, inner.schedule_steps, inner.warmup) == (2, 2e-4, 1e-6, 4800, 0)
     assert (inner.beta1, inner.beta2, inner.weight_decay, inner.clip, inner.keep_state) == (0.9, 0.999, 0.01, 0, False)
-    assert (inner.lr_position, run.arrivals, config.workers.inner_steps) == ("shard", 300, 80)
+    assert (inner.lr_position, run.arrivals, config.rounds.inner_steps) == ("shard", 300, 80)
 
 
 # ---- TOML
@@ -132,12 +132,12 @@ def test_settings_of_the_language_task_are_refused_for_images(setting):
 def test_a_file_is_read_by_section(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(
-        '[workers]\npaces = [1, 2.5]\n[outer]\nmethod = "mla"\nmomentum = 0\n[inner]\ncompile = false\n[input]\nlanguages = []'
+        '[rounds]\npaces = [1, 2.5]\n[outer]\nmethod = "mla"\nmomentum = 0\n[inner]\ncompile = false\n[input]\nlanguages = []'
     )
     expected = {"paces": [1, 2.5], "method": "mla", "momentum": 0, "compile": False, "languages": []}
     assert read_toml(path) == expected
     config = with_fields(RunConfig(), read_toml(path))
-    assert config.workers.paces == [1.0, 2.5] and isinstance(config.workers.paces[0], float)
+    assert config.rounds.paces == [1.0, 2.5] and isinstance(config.rounds.paces[0], float)
     assert config.outer.knobs["momentum"] == 0.0 and isinstance(config.outer.knobs["momentum"], float)
 
 
@@ -312,3 +312,7 @@ def test_a_value_of_another_kind_is_a_sentence(name, value, says):
     with pytest.raises(UserError) as raised:
         with_fields(RunConfig(), {name: value})
     assert str(raised.value) == f"{name} cannot be {value!r}: {says}"
+
+
+def test_no_section_repeats_its_name_in_a_field():
+    assert not [name for name, kind in SECTIONS.items() if name in {field.name for field in fields(kind)}]

@@ -172,7 +172,7 @@ def test_every_line_of_the_tape_has_all_that_a_plot_needs(unbroken):
 def test_the_effective_config_reproduces_a_run_of_flags_file_and_defaults(tmp_path):
     write_text(tmp_path / "text")
     (tmp_path / "run.toml").write_text(
-        '[workers]\npaces = [2]\nworkers = 3\nassign = "flexible"\n'
+        '[rounds]\npaces = [2]\nworkers = 3\nassign = "flexible"\n'
         '[outer]\nmethod = "delayed-nesterov"\n[inner]\nlr = 0.02\nkeep_state = true\n[run]\nseed = 5\narrivals = 3\n'
     )
     own = TINY[: TINY.index("--lr")]  # without those that the file sets

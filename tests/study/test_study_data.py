@@ -138,14 +138,14 @@ def test_the_papers_gains_follow_from_its_losses_but_for_the_row_that_mixes_two_
 def test_section_4_1s_shares_and_staleness_come_out():
     place = next(p for p in grid(load_study("convergence"), scale="paper", seeds=1) if p.row == "non-iid-unequal")
     config, order = place.config, ("de", "en", "es", "fr", "it")
-    steps = inner_steps("constant", 20, config.workers.paces)
-    _, shares = summarize(schedule(paces_s=config.workers.paces, inner_steps=steps, arrivals=500), steps)
-    assert config.run.arrivals == 500 and config.workers.inner_steps == 20
+    steps = inner_steps("constant", 20, config.rounds.paces)
+    _, shares = summarize(schedule(paces_s=config.rounds.paces, inner_steps=steps, arrivals=500), steps)
+    assert config.run.arrivals == 500 and config.rounds.inner_steps == 20
     found = {language: (share.arrivals, round(share.mean_staleness, 2)) for language, share in zip(order, shares, strict=True)}
     assert found["en"] == (291, 0.72)
     assert (found["de"], found["it"]) == ((32, 14.38), (28, 16.50))
     assert found["fr"][1] == 5.12
-    assert inner_steps("dylu", 20, config.workers.paces) == [2, 20, 5, 6, 2]
+    assert inner_steps("dylu", 20, config.rounds.paces) == [2, 20, 5, 6, 2]
 
 
 # ---- what is dropped
@@ -156,7 +156,7 @@ def test_section_4_1s_shares_and_staleness_come_out():
 def test_exactly_what_the_slow_workers_hand_in_is_dropped(row, how):
     study = load_study("dropping")
     [place] = grid(study, scale="paper", seeds=1, rows=[row], methods=[f"heloco-ramp-{how}"])
-    paces, outer = place.config.workers.paces, place.config.outer
+    paces, outer = place.config.rounds.paces, place.config.outer
     synchronizer = Synchronizer(
         None,
         inner_steps=[80] * 5,
@@ -289,12 +289,12 @@ def test_a_runs_digest_knows_what_decides_it_and_nothing_else():
 def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
     for name in ("convergence", "table1", "sensitivity"):
         places = grid(load_study(name), scale="paper", seeds=1)
-        most = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.workers.paces)))
+        most = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.rounds.paces)))
         config = replace(most.config, input=replace(most.config.input, languages=["de", "en", "es", "fr", "it"]))
         collected = Collector(
             tape=[
                 ArrivalRecord(
-                    arrival=i + 1, worker=i % len(config.workers.paces), time_s=98765.4321 + i, outer_step=i + 1,
+                    arrival=i + 1, worker=i % len(config.rounds.paces), time_s=98765.4321 + i, outer_step=i + 1,
                     verdict="applied", units=256, inner_steps=20, staleness=17, loss=7.1234567, shard=0,
                     start_s=0.0, round=0, version=0, weight=1.0, spans=(), last_loss=7.0, samples=2,
                 )

@@ -340,14 +340,14 @@ def schedule(parsed: argparse.Namespace) -> int:
 
     names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace_s")
     config = resolve(with_fields(RunConfig(), {name: getattr(parsed, name) for name in names}))
-    workers = config.workers
-    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
+    rounds = config.rounds
+    steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
     events = arrivals_of(
-        paces_s=workers.paces,
+        paces_s=rounds.paces,
         inner_steps=steps,
         arrivals=config.run.arrivals,
         barrier=get_method(config.outer.method).barrier,
-        grace_s=workers.grace_s,
+        grace_s=rounds.grace_s,
     )
     arrivals = list(events) if parsed.events else []
     time_s, shares = summarize(iter(arrivals) if parsed.events else events, steps)
@@ -358,7 +358,7 @@ def schedule(parsed: argparse.Namespace) -> int:
         return 0
     for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
-    Console().print(schedule_table(time_s, shares, workers.paces))
+    Console().print(schedule_table(time_s, shares, rounds.paces))
     return 0
 
 

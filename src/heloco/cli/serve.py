@@ -144,7 +144,7 @@ def train_on_ray(config: "RunConfig", out: Path, logs: list[str]) -> int:
 
     if logs:
         raise UserError("--log works with the simulation engine: leave it out, or leave out --engine ray.")
-    return carry_on(spec_of(config, out), len(config.workers.paces), "auto")
+    return carry_on(spec_of(config, out), len(config.rounds.paces), "auto")
 
 
 # ---- running

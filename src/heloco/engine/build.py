@@ -51,7 +51,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
         field=data.field,
         progress=progress,
     )
-    how_many = len(corpus.sources) if data.split == "source" else len(config.workers.paces)
+    how_many = len(corpus.sources) if data.split == "source" else len(config.rounds.paces)
     shards = split(corpus, how=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
     if hf is None:
         model = replace(model, vocab_size=model.vocab_size or corpus.vocab_size)
@@ -100,14 +100,14 @@ def build_parts(task: Task, config: RunConfig, model: nn.Module | None = None) -
 
 def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[int]) -> Synchronizer:
     """Over the model's own parameters. `windows`: of each shard."""
-    workers, outer = config.workers, config.outer
+    rounds, outer = config.rounds, config.outer
     method = get_method(outer.method)
     return Synchronizer(
-        method.build(model.parameters(), workers=len(workers.paces), **outer_knobs(outer)),
-        inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
+        method.build(model.parameters(), workers=len(rounds.paces), **outer_knobs(outer)),
+        inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
         windows_per_step=config.inner.windows_per_step,
         ledger=Ledger(windows),
-        choose_shard=make_choice(workers.assign, workers=len(workers.paces), shards=len(windows), seed=config.run.seed),
+        choose_shard=make_choice(rounds.assign, workers=len(rounds.paces), shards=len(windows), seed=config.run.seed),
         weight=_weight(config),
         drop=Drop(outer.drop, outer.drop_above),
         guard=make_guard(outer.norm_limit, outer.norm_policy),

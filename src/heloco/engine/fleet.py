@@ -215,7 +215,7 @@ class Fleet:
         where AdamW's two moments are kept, those before and mostly also those after the round."""
         config = member.planned.config
         of_worker = 5 if config.inner.keep_state else 2
-        return (3 + of_worker * len(config.workers.paces)) * _bytes(self._model(member.planned.task))
+        return (3 + of_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""
@@ -236,13 +236,13 @@ class Fleet:
 def make_member(order: int, planned: Planned) -> _Member:
     config = planned.config
     check_stackable(config.inner)
-    workers = config.workers
+    rounds = config.rounds
     events = schedule(
-        paces_s=workers.paces,
-        inner_steps=inner_steps(workers.steps, workers.inner_steps, workers.paces),
+        paces_s=rounds.paces,
+        inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
         arrivals=config.run.arrivals,
         barrier=get_method(config.outer.method).barrier,
-        grace_s=workers.grace_s,
+        grace_s=rounds.grace_s,
     )
     listed = list(events)
     return _Member(order, planned, chains(listed), sum(arrival.inner_steps for _, arrival in listed))

@@ -60,7 +60,7 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["vi
         threads=torch.get_num_threads(),
         kernels=name_for(pick_device(config.run.device)),
         method=config.outer.method,
-        paces=config.workers.paces,
+        paces=config.rounds.paces,
         unit=task.unit,
         task_digest=task.digest,
         config_digest=config.digest(),
@@ -105,9 +105,9 @@ class LocalRun:
         self.model, self.synchronizer = self._parts.model, self._parts.synchronizer
         self.simulation = Simulation(
             self.synchronizer,
-            paces_s=config.workers.paces,
+            paces_s=config.rounds.paces,
             arrivals=config.run.arrivals,
-            grace_s=config.workers.grace_s,
+            grace_s=config.rounds.grace_s,
             share=partial(shared_memory, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
         )
         self.units = 0

@@ -59,7 +59,7 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkersConfig:
+class RoundsConfig:
     paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 2.0, 3.0, 6.0])
     """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
     workers: int = 0
@@ -146,7 +146,7 @@ class ClusterConfig:
 class RunConfig:
     input: InputConfig = field(default_factory=InputConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=1.5e-3, lr_min=1e-4))
     run: RunSettings = field(default_factory=RunSettings)
@@ -245,7 +245,7 @@ def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
     if not config.input.tokenizer and not (config.model.hf and config.input.task == "language"):
         config = replace(config, input=replace(config.input, tokenizer="bytes"))
-    workers = _resolve_workers(config.workers)
+    rounds = _resolve_rounds(config.rounds)
     settings = config.run
     if settings.arrivals < 1:
         raise UserError(f"arrivals is {settings.arrivals}: a run takes in at least one contribution.")
@@ -262,14 +262,14 @@ def resolve(config: RunConfig) -> RunConfig:
     _check_cluster(config.cluster)
     if config.input.task not in BUILT_IN_TASKS:
         TASKS.find(config.input.task)
-    outer = _resolve_outer(config.outer, len(workers.paces))
+    outer = _resolve_outer(config.outer, len(rounds.paces))
     inner = config.inner
     if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
         raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
     if not inner.schedule_steps:
-        length = max(1, settings.arrivals * workers.inner_steps // len(workers.paces))
+        length = max(1, settings.arrivals * rounds.inner_steps // len(rounds.paces))
         inner = replace(inner, schedule_steps=length)
-    return replace(config, workers=workers, outer=outer, inner=inner, model=_resolve_model(config))
+    return replace(config, rounds=rounds, outer=outer, inner=inner, model=_resolve_model(config))
 
 
 def _resolve_outer(config: OuterConfig, workers: int) -> OuterConfig:
@@ -321,7 +321,7 @@ def _resolve_model(whole: RunConfig) -> ModelConfig:
     return replace(config, **{name: getattr(config, name) or getattr(base, name) for name in sizes})
 
 
-def _resolve_workers(config: WorkersConfig) -> WorkersConfig:
+def _resolve_rounds(config: RoundsConfig) -> RoundsConfig:
     paces = list(config.paces)
     if not paces:
         raise UserError("There are no paces: give one per worker, e.g. --paces 1,1,6,6,6.")

@@ -31,7 +31,7 @@ def named_choices(setting: str) -> list[str]:
 
 def named_in(config: RunConfig) -> list[tuple[Registry[Any], str]]:
     """Each of these settings in a resolved config: what is named, and where it is looked up."""
-    names = config.outer.method, config.outer.weight or "", config.workers.assign, config.input.task
+    names = config.outer.method, config.outer.weight or "", config.rounds.assign, config.input.task
     return list(zip(NAMED.values(), names, strict=True))
 
 

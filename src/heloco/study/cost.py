@@ -25,7 +25,7 @@ def hours_here(runs: Sequence[Planned], device: str) -> float:
 def seconds_per_step(run: Planned, device: str) -> float:
     config = replace(
         run.config,
-        workers=replace(run.config.workers, inner_steps=MEASURED_STEPS, steps="constant"),
+        rounds=replace(run.config.rounds, inner_steps=MEASURED_STEPS, steps="constant"),
         run=replace(run.config.run, device=device),
     )
     parts = build_parts(run.task, config)

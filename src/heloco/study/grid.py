@@ -83,8 +83,8 @@ def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[
     values = {**_settings(study, scale), **row.at(scale), **method.at(scale), **settings}
     config = _resolved(values)
     run, stretch = once_for_all_paces(config, every_round="eval_every" not in method.at(scale))
-    sources = len(values.get("paces", config.workers.paces))
-    return Place(row.name, method.name, 0, _without_idle_settings(run), tuple(config.workers.paces), sources, stretch)
+    sources = len(values.get("paces", config.rounds.paces))
+    return Place(row.name, method.name, 0, _without_idle_settings(run), tuple(config.rounds.paces), sources, stretch)
 
 
 def _settings(study: Study, scale: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _settings(study: Study, scale: str) -> dict[str, Any]:
 
 
 def _resolved(values: Mapping[str, Any]) -> RunConfig:
-    workers, pattern = values.get("workers", 0), values.get("paces", RunConfig().workers.paces)
+    workers, pattern = values.get("workers", 0), values.get("paces", RunConfig().rounds.paces)
     repeated = {"paces": [pattern[i % len(pattern)] for i in range(workers)]} if workers else {}
     fields = {name: value for name, value in values.items() if name != EQUAL_STEPS}
     config = resolve(with_fields(RunConfig(), {**fields, **repeated}))
@@ -104,12 +104,12 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
 
     Under DyLU slow workers' rounds are shorter, so the same number of arrivals would bring fewer tokens.
     """
-    workers, run = config.workers, config.run
-    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
-    missing, arrivals = run.arrivals * workers.inner_steps, 0
+    rounds, run = config.rounds, config.run
+    steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
+    missing, arrivals = run.arrivals * rounds.inner_steps, 0
     longest = -(-missing // min(steps))
     barrier = get_method(config.outer.method).barrier
-    events = schedule(paces_s=workers.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=workers.grace_s)
+    events = schedule(paces_s=rounds.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=rounds.grace_s)
     while missing > 0:
         missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
     if barrier:  # a round that not all have handed in would count for nothing
@@ -126,17 +126,17 @@ def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[Run
     evaluated after every round, so that its loss is known at any time, unless the method itself says after how many arrivals.
     (Under DyLU the paces decide the steps, and then they matter; a grace period adds to the time what is no multiple of it.)
     """
-    workers = config.workers
-    if not get_method(config.outer.method).barrier or workers.steps != "constant" or workers.grace_s:
+    rounds = config.rounds
+    if not get_method(config.outer.method).barrier or rounds.steps != "constant" or rounds.grace_s:
         return config, 1.0
-    count = len(workers.paces)
+    count = len(rounds.paces)
     every = count if every_round else config.run.eval_every
     if every % count:
         raise UserError(
             f"eval_every is {every}, but {config.outer.method} waits for all {count} workers: give a multiple of {count}."
         )
-    equal = replace(workers, paces=[1.0] * count)
-    return replace(config, workers=equal, run=replace(config.run, eval_every=every)), max(workers.paces)
+    equal = replace(rounds, paces=[1.0] * count)
+    return replace(config, rounds=equal, run=replace(config.run, eval_every=every)), max(rounds.paces)
 
 
 def _without_idle_settings(config: RunConfig) -> RunConfig:
@@ -168,8 +168,8 @@ def digest(config: RunConfig, task_digest: str) -> str:
 
 def total_steps(config: RunConfig) -> int:
     """The inner steps of a run that nothing disturbs."""
-    if config.workers.steps == "constant":
-        return config.run.arrivals * config.workers.inner_steps
+    if config.rounds.steps == "constant":
+        return config.run.arrivals * config.rounds.inner_steps
     return sum(inner for _, inner in _arrivals(config))
 
 
@@ -180,10 +180,10 @@ def row_time(study: Study, scale: str, row: str) -> float:
 
 
 def _arrivals(config: RunConfig) -> list[tuple[float, int]]:
-    workers = config.workers
-    steps = inner_steps(workers.steps, workers.inner_steps, workers.paces)
+    rounds = config.rounds
+    steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
     barrier = get_method(config.outer.method).barrier
     events = schedule(
-        paces_s=workers.paces, inner_steps=steps, arrivals=config.run.arrivals, barrier=barrier, grace_s=workers.grace_s
+        paces_s=rounds.paces, inner_steps=steps, arrivals=config.run.arrivals, barrier=barrier, grace_s=rounds.grace_s
     )
     return [(time, arrival.inner_steps) for time, arrival in events]

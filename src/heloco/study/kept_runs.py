@@ -67,7 +67,7 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
     """The record of a run that has just ended; `diverged` says why it did not get to its end."""
-    summary = summarize(RunSummary(config.workers.paces), collected.tape)
+    summary = summarize(RunSummary(config.rounds.paces), collected.tape)
     evals = collected.evals
     last = evals[-1].scores
     curve = Curve(

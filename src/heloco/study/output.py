@@ -137,12 +137,12 @@ def _numbers(results: Results) -> dict[str, Any]:
 
 def _introduction(results: Results, plan: Plan) -> Text:
     config = plan.places[0].config
-    model, data, workers = config.model, config.input, config.workers
+    model, data, rounds = config.model, config.input, config.rounds
     setting = (
         f"Scale {results.scale}: {len(results.rows)} rows, {len(results.methods)} methods, seeds {len(results.seeds)}, "
         f"{len(results.digests)} runs. Model of width {model.width}, {model.layers} layers, context {model.context}, vocabulary "
         f"{model.vocab_size:,}; sources {', '.join(results.sources)}; tokenizer {Path(data.tokenizer).name}. "
-        f"{config.run.arrivals} arrivals of {workers.inner_steps} inner steps unless a row says otherwise."
+        f"{config.run.arrivals} arrivals of {rounds.inner_steps} inner steps unless a row says otherwise."
     )
     return Text("", [*(part.strip() for part in results.study.about.split("\n\n") if part.strip()), setting])
 

@@ -81,7 +81,7 @@ class Tasks:
 
     def build_once(self, config: RunConfig) -> tuple[Task, RunConfig]:
         """The task, and the config with what only the data could tell."""
-        shards = None if config.input.split == "source" else len(config.workers.paces)  # how many shards are dealt
+        shards = None if config.input.split == "source" else len(config.rounds.paces)  # how many shards are dealt
         key = repr((config.input, config.model, config.run.seed, shards))
         if key not in self._tasks:
             self._tasks[key] = self._build(config)

@@ -32,4 +32,4 @@ def store_bytes(spec: ServeSpec) -> int:
     vocabulary = config.model.vocab_size or (257 if config.input.tokenizer == "bytes" else 50_257)
     with torch.device("meta"):
         model = TinyGPT(gpt_config(replace(config.model, vocab_size=vocabulary)))
-    return (len(config.workers.paces) + 2) * 4 * sum(p.numel() for p in model.parameters())
+    return (len(config.rounds.paces) + 2) * 4 * sum(p.numel() for p in model.parameters())

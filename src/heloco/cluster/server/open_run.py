@@ -34,21 +34,21 @@ Clock = Callable[[], float]
 
 def check_servable(config: RunConfig) -> None:
     """Raises UserError for settings that only a simulation supports, and for settings that can never be satisfied."""
-    workers, cluster = config.workers, config.cluster
-    if any(pace != 1 for pace in workers.paces):
+    rounds, cluster = config.rounds, config.cluster
+    if any(pace != 1 for pace in rounds.paces):
         raise UserError(
-            f"paces are {', '.join(f'{pace:g}' for pace in workers.paces)}: real machines have paces of their own, which are "
-            f"measured. Leave paces out and say how many workers the run has: workers = {len(workers.paces)}."
+            f"paces are {', '.join(f'{pace:g}' for pace in rounds.paces)}: real machines have paces of their own, which are "
+            f"measured. Leave paces out and say how many workers the run has: workers = {len(rounds.paces)}."
         )
-    if workers.grace_s:
-        raise UserError(f"grace_s is {workers.grace_s:g}: only a simulation has a grace period. Leave it out.")
+    if rounds.grace_s:
+        raise UserError(f"grace_s is {rounds.grace_s:g}: only a simulation has a grace period. Leave it out.")
     if config.inner.second_moment:
         raise UserError(
             "second_moment is set, and real machines do not exchange AdamW's state: leave it out, or simulate the run."
         )
-    if cluster.min_workers > len(workers.paces):
+    if cluster.min_workers > len(rounds.paces):
         raise UserError(
-            f"min_workers is {cluster.min_workers}, and the run has {len(workers.paces)} workers: that many machines can never "
+            f"min_workers is {cluster.min_workers}, and the run has {len(rounds.paces)} workers: that many machines can never "
             "take part. Lower min_workers, or give the run more workers."
         )
 
@@ -123,7 +123,7 @@ def rebuild(folder: RunFolder, model_folder: RunFolder, task: Task | None) -> Jo
     config = folder.config()
     if task is not None:
         return journaled_run(task, config, folder, None)
-    model, external_task = load_external_model(model_folder), ExternalTask(len(config.workers.paces))
+    model, external_task = load_external_model(model_folder), ExternalTask(len(config.rounds.paces))
     synchronizer = build_synchronizer(config, model, [shard.windows for shard in external_task.shards])
     return JournaledRun(synchronizer, config, task_digest=external_task.digest, folder=folder)
 
@@ -172,7 +172,7 @@ def external_run(
 ) -> Service:
     """An external run: it begins with the model of the first machine that joins, or continues with the model it has."""
     check_servable(config)
-    task = ExternalTask(len(config.workers.paces))
+    task = ExternalTask(len(config.rounds.paces))
 
     def build(model: ExternalModel, folder: RunFolder) -> JournaledRun:
         model.to(pick_device(config.run.device))

@@ -58,7 +58,7 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
 def _synchronizer(folder: RunFolder, task: Task | None, config: RunConfig) -> Synchronizer:
     if task is not None:
         return build_parts(task, config).synchronizer
-    external_task = ExternalTask(len(config.workers.paces))
+    external_task = ExternalTask(len(config.rounds.paces))
     return build_synchronizer(config, load_external_model(folder), [shard.windows for shard in external_task.shards])
 
 

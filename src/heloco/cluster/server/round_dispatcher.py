@@ -85,14 +85,14 @@ class RoundDispatcher:
 
     def _steps(self, machine: Machine) -> int:
         """H, or with DyLU the steps that the machine does in the time in which the fastest does H, by measured paces."""
-        workers, book = self.state.config.workers, self.state.book
+        rounds, book = self.state.config.rounds, self.state.book
         entry = book.get(machine.id)
-        if workers.steps == "constant" or entry is None or entry.pace_s is None:
-            return workers.inner_steps
+        if rounds.steps == "constant" or entry is None or entry.pace_s is None:
+            return rounds.inner_steps
         paces = [other.pace_s for m in self.state.roster if (other := book.get(m.id)) and other.pace_s]
         reference = reference_pace(paces)
         assert reference is not None
-        return inner_steps(workers.steps, workers.inner_steps, [reference, max(reference, entry.pace_s)])[1]
+        return inner_steps(rounds.steps, rounds.inner_steps, [reference, max(reference, entry.pace_s)])[1]
 
     # ---- the round that a machine holds
 

@@ -32,7 +32,7 @@ class ServiceState:
         self.run: JournaledRun | None = None
         """The run; None in an external run until a machine has brought the model."""
         self.starts: SnapshotStore | None = None
-        self.roster = Roster(len(config.workers.paces), config.cluster.beat_s, config.cluster.patience)
+        self.roster = Roster(len(config.rounds.paces), config.cluster.beat_s, config.cluster.patience)
         self.book = MachineBook()
         self.uploads = Uploads(folder)
         self.paused: Paused | None = None
