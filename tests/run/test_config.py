@@ -60,8 +60,8 @@ def test_a_presets_sizes_are_filled_in(name):
 
 
 def test_one_pace_can_be_everybodys():
-    assert made(paces=[2.5], workers=3).workers.paces == [2.5, 2.5, 2.5]
-    assert made(paces=[1, 2], workers=2).workers.paces == [1, 2]
+    assert made(paces=[2.5], workers=3).rounds.paces == [2.5, 2.5, 2.5]
+    assert made(paces=[1, 2], workers=2).rounds.paces == [1, 2]
 
 
 def test_the_papers_recipe_is_the_papers_setting():

@@ -188,7 +188,7 @@ def test_behind_a_barrier_one_run_stretched_is_the_run_of_any_paces(paces, one_t
     rest = {"inner_steps": 3, "arrivals": 20, "eval_every": 5, "eval_windows": 2, "batch_size": 2, "lr": 3e-3}
     real = resolve(with_fields(RunConfig(), settings | rest))
     folded, stretch = once_for_all_paces(real)
-    assert folded.workers.paces == [1] * 5 and folded.run.eval_every == 5
+    assert folded.rounds.paces == [1] * 5 and folded.run.eval_every == 5
 
     def run(config: RunConfig) -> tuple:
         from heloco.engine.build import build_task

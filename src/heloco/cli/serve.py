@@ -134,7 +134,7 @@ def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
         return values  # refused later unless all are 1
     from heloco.run import RunConfig
 
-    workers = int(values.get("workers") or count or len(RunConfig().workers.paces))
+    workers = int(values.get("workers") or count or len(RunConfig().rounds.paces))
     return {**values, "paces": [1.0] * workers, "workers": 0}
 
 
