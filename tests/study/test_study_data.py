@@ -318,7 +318,7 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
 def test_more_workers_repeat_the_pattern_of_paces():
     places = {place.method: place.config for place in grid(load_study("sensitivity"), scale="paper", seeds=1)}
     for count in (10, 20, 40, 64):
-        paces = places[f"K-{count}"].workers.paces
+        paces = places[f"K-{count}"].rounds.paces
         assert len(paces) == count and all(pace == [1, 1, 6, 6, 6][i % 5] for i, pace in enumerate(paces))
     for name in ("H-20", "H-40", "H-160"):
         assert total_steps(places[name]) == 24_000
