@@ -183,7 +183,7 @@ def test_the_effective_config_reproduces_a_run_of_flags_file_and_defaults(tmp_pa
     assert (effective["run"]["seed"], effective["run"]["arrivals"]) == (7, 8)
     assert (effective["inner"]["lr"], effective["inner"]["keep_state"]) == (0.02, True)  # the file, over the default
     assert (effective["outer"]["k_d"], effective["outer"]["kappa"], effective["outer"]["reorient"]) == (0.5, 3.0, "ramp")
-    assert effective["workers"]["paces"] == [2, 2, 2]
+    assert effective["rounds"]["paces"] == [2, 2, 2]
     assert effective["input"]["data"] == str(tmp_path / "text")  # absolute: it holds from any folder
     assert effective["input"]["languages"] == ["de", "en"]
     assert effective["model"]["vocab_size"] == 257
@@ -199,7 +199,7 @@ def test_flags_override_the_effective_config_of_a_run(tmp_path, unbroken):
     done = heloco("train", "--config", config, "--paces", "1,2,3", "--seed", "3", "--out", tmp_path / "run")
     assert done.code == 0, done.err
     effective = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
-    assert effective["workers"]["paces"] == [1, 2, 3] and effective["run"]["seed"] == 3
+    assert effective["rounds"]["paces"] == [1, 2, 3] and effective["run"]["seed"] == 3
     assert effective["model"] == tomllib.loads(config.read_text())["model"]
 
 
