@@ -5,8 +5,7 @@ spans of positions. The positions of a refused or abandoned round are handed out
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 Span = tuple[int, int]
 """(first position, count)"""
@@ -59,12 +58,10 @@ class Ledger:
         page.steps -= steps
         page.returned = sorted([*page.returned, *spans])
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        return [
-            {"windows": p.windows, "cursor": p.cursor, "visits": p.visits, "steps": p.steps, "returned": list(p.returned)}
-            for p in self.pages
-        ]
+    def copy_pages(self) -> list[ShardPage]:
+        return [replace(page, returned=list(page.returned)) for page in self.pages]
 
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        assert [p["windows"] for p in state] == [p.windows for p in self.pages], "another set of shards"
-        self.pages = [ShardPage(**{**p, "returned": [(s, n) for s, n in p["returned"]]}) for p in state]
+    def load(self, pages: Sequence[ShardPage]) -> None:
+        """Takes over copies of the pages."""
+        assert [page.windows for page in pages] == [page.windows for page in self.pages], "another set of shards"
+        self.pages = [replace(page, returned=list(page.returned)) for page in pages]

@@ -7,16 +7,18 @@ Engines drive it: a virtual clock in a simulation, real workers on a cluster. It
 outer rule), the buffers, the rounds under way, and the ledger of the data. Its memory does not grow with the number of workers.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from heloco.barrier import Barrier
+from heloco.books import Books, RoundUnderWay
 from heloco.buffers import are_usable, distances, largest, mix
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
@@ -293,42 +295,47 @@ class Synchronizer:
 
     # ---- state
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state, as plain values (`books`) and named tensors (`tensors`)."""
-        books: dict[str, Any] = {
-            "outer_step": self.outer_step,
-            "arrivals": self.arrivals,
-            "steps_accepted": self.steps_accepted,
-            "refused_in_a_row": self.refused_in_a_row,
-            "rounds_of": list(self.rounds_of),
-            "arrivals_of": list(self.arrivals_of),
-            "gathered_workers": list(self._barrier.workers),
-            "ledger": self.ledger.state_dict(),
-            "held": [
-                [h.worker, h.index, h.version, h.shard, h.spans, h.inner_steps, h.shard_steps, h.run_steps]
+    def books(self) -> Books:
+        """A copy of the state without its tensors."""
+        return Books(
+            outer_step=self.outer_step, arrivals=self.arrivals, steps_accepted=self.steps_accepted,
+            refused_in_a_row=self.refused_in_a_row, rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of),
+            gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
+            held=[
+                RoundUnderWay(
+                    worker=h.worker, index=h.index, version=h.version, shard=h.shard, spans=h.spans, inner_steps=h.inner_steps,
+                    shard_steps=h.shard_steps, run_steps=h.run_steps,
+                )
                 for h in self.held.values()
             ],
-            "outer": [],
-        }
+            outer=[
+                {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
+            ],
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state by name. They are no copies."""
         tensors: dict[str, Tensor] = {}
         if self.guard.is_on:
             tensors |= {"norms": _as_tensor(self.norms), "distances": _as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
             tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
-        for i, p in enumerate(self.parameters):
-            state = self.outer.state.get(p, {}) if self.outer else {}
+        for i, state in enumerate(self._outer_states()):
             tensors |= {f"outer.{i}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-            books["outer"].append({name: value for name, value in state.items() if not isinstance(value, Tensor)})
-        return {"books": books, "tensors": tensors}
+        return tensors
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        books, tensors = state["books"], state["tensors"]
-        for name in ("outer_step", "arrivals", "steps_accepted", "refused_in_a_row"):
-            setattr(self, name, books[name])
-        self.rounds_of, self.arrivals_of = list(books["rounds_of"]), list(books["arrivals_of"])
-        self._barrier.workers = list(books["gathered_workers"])
-        self.ledger.load_state_dict(books["ledger"])
-        self.held = {h[0]: Round(h[0], h[1], h[2], h[3], tuple((a, b) for a, b in h[4]), *h[5:8]) for h in books["held"]}
+    def _outer_states(self) -> list[dict[str, Any]]:
+        """What the outer rule keeps, by block."""
+        return [self.outer.state.get(p, {}) if self.outer else {} for p in self.parameters]
+
+    def load(self, books: Books, tensors: Mapping[str, Tensor]) -> None:
+        """Takes over copies of a state."""
+        self.outer_step, self.arrivals = books.outer_step, books.arrivals
+        self.steps_accepted, self.refused_in_a_row = books.steps_accepted, books.refused_in_a_row
+        self.rounds_of, self.arrivals_of = list(books.rounds_of), list(books.arrivals_of)
+        self._barrier.workers = list(books.gathered_workers)
+        self.ledger.load(books.ledger)
+        self.held = {held.worker: Round(**structs.asdict(held)) for held in books.held}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         names_by_block: dict[int, list[str]] = {}
@@ -346,7 +353,7 @@ class Synchronizer:
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
         with torch.no_grad():
-            for i, (p, plain) in enumerate(zip(self.parameters, books["outer"], strict=True)):
+            for i, (p, plain) in enumerate(zip(self.parameters, books.outer, strict=True)):
                 p.copy_(tensors[f"parameter.{i}"])
                 assert self.outer is not None
                 outer_state = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in names_by_block.get(i, ())}

@@ -23,6 +23,7 @@ from heloco.cluster.server.scorers import ScorerHere, ScorerProcess
 from heloco.cluster.server.service import Service
 from heloco.engine.build import build_task
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.run.checkpoint import CheckpointState
 from heloco.task.datasets import DatasetTask
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, write
@@ -240,11 +241,11 @@ def test_a_checkpoint_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, monkey
     path = RunFolder.open(folder).checkpoints()[-1]
     assert path.name == "arrival-00000004"
     tape = [json.loads(line) for line in (folder / "tape.jsonl").read_text().splitlines()]
-    state, tensors = checkpoint.load(path)
+    state, tensors = checkpoint.load(path, CheckpointState)
     run = service.state.run
     run.readers.wait()
-    run.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
-    assert run.digest() == tape[3]["digest"] and state["tape_bytes"] == sum(
+    run.synchronizer.load(state.books, tensors)
+    assert run.digest() == tape[3]["digest"] and state.lines.tape_bytes == sum(
         len(line) for line in (folder / "tape.jsonl").read_bytes().splitlines(keepends=True)[:4]
     )
     service.close()

@@ -7,14 +7,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heloco.cluster.protocol.messages import Assignment
+from heloco.books import RoundUnderWay
+from heloco.cluster.protocol.messages import Acknowledgement, Assignment
+from heloco.cluster.server.checkpoints import ServedState
 from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
+from heloco.ledger import ShardPage
 from heloco.records.events import Abandon, Dispatch, Receive
-from heloco.records.journal_reader import FOLDER, contribution_numbers, contribution_path, read_events, segments
+from heloco.records.journal_reader import FOLDER, Mark, contribution_numbers, contribution_path, read_events, segments
 from heloco.run import RunFolder, checkpoint
+from heloco.run.checkpoint import LineSizes
 from support.runs import checkpoints, lines, tape
 from support.small_cluster import Clock, Hand, delta, opened
+from support.states import books_at
 
 METHODS = ("heloco-ramp", "mla", "delayed-nesterov", "sync-nesterov")
 
@@ -159,12 +164,34 @@ def test_the_journal_has_the_whole_story(tmp_path):
 @pytest.mark.parametrize("workers", range(1, 131))
 def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, workers):
     """Numbers as names are sorted otherwise when they are text: 10 comes before 2."""
-    numbers = {worker: worker / 7 for worker in range(workers)}
-    state = {"by number": numbers, "by name": {str(n): [n, None, "x"] for n in numbers}, "held": [[n, (n, 2)] for n in numbers]}
-    path = checkpoint.save(tmp_path / "checkpoints", 3, state, {"parameter.0": torch.arange(workers)})
-    loaded, tensors = checkpoint.load(path)
-    assert {int(n): x for n, x in loaded["by number"].items()} == numbers
-    assert loaded["by name"] == state["by name"] and loaded["held"] == [[n, [n, 2]] for n in numbers]
+    numbers = range(workers)
+    held = [
+        RoundUnderWay(
+            worker=n,
+            index=n + 1,
+            version=n + 2,
+            shard=n,
+            spans=((n, 2), (n + 5, 1)),
+            inner_steps=3,
+            shard_steps=n,
+            run_steps=n / 7,
+        )
+        for n in numbers
+    ]
+    acks = {
+        n: [Acknowledgement(worker=n, round=n, version=n, verdict="applied", arrival=n, outer_step=n, staleness=0, reason="")]
+        for n in numbers
+    }
+    state = ServedState(
+        config_digest="c", task_digest="t", lines=LineSizes(tape_bytes=5, evals_bytes=6), units=4,
+        books=books_at(3, held=held, rounds_of=list(numbers), ledger=[ShardPage(n + 1, n, n, n, [(n, 2)]) for n in numbers]),
+        journal=Mark(), time_s=1.5, paused=None, evaluations_due=(), started_s={n: n / 7 for n in numbers},
+        holders={n: f"m{n}" for n in numbers}, last_machines={}, start_digests=dict.fromkeys(numbers, "d"),
+        contributors=[f"m{n}" for n in numbers], machines={}, acks=acks,
+    )  # fmt: skip
+    path = checkpoint.save(tmp_path / "checkpoints", state, {"parameter.0": torch.arange(workers)})
+    loaded, tensors = checkpoint.load(path, ServedState)
+    assert loaded == state and list(loaded.started_s) == list(numbers)
     assert torch.equal(tensors["parameter.0"], torch.arange(workers))
 
 

@@ -40,6 +40,7 @@ from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Part
 from heloco.records.journal_reader import read_events
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.run.checkpoint import CheckpointState
 from heloco.wire.layout import Layout, pieces
 from ray_folder import beyond_loopback, family, listening
 from support import small_cluster
@@ -79,8 +80,8 @@ def check_exact(folder: Path, arrivals: int) -> None:
     """Every contribution once, no window of data skipped or repeated, and the journal gives the same parameters to the bit."""
     accepted = [line for line in tape(folder) if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
-    state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1])
-    check_ledger(accepted, state["books"])
+    state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1], CheckpointState)
+    check_ledger(accepted, state.books)
     run = RunFolder.open(folder)
     config, digest = (folder / "config.toml").read_text(), run.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)

@@ -1,6 +1,5 @@
 """The virtual clock: whole histories, whoever computes the rounds, in whatever order, saved in between or not."""
 
-import json
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from heloco.methods import METHODS
 from heloco.policy import make_choice, make_weight
 from heloco.seeds import derive
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
+from support.states import through_json
 
 PACES = (1.0, 2.0, 5.0)
 STEPS = (2, 2, 1)
@@ -189,7 +189,7 @@ def facts(simulation: Simulation, arrival: Arrival) -> tuple[Any, ...]:
 
 
 def tensors_of(simulation: Simulation) -> list[Tensor]:
-    state = simulation.synchronizer.state_dict()["tensors"] | simulation.state_dict()["tensors"]
+    state = simulation.synchronizer.tensors() | simulation.tensors()
     return [state[name].clone() for name in sorted(state)]
 
 
@@ -233,13 +233,13 @@ def test_results_given_early_and_in_any_order_make_the_same_history(data, method
 
 def through_disk(simulation: Simulation, method: str) -> Simulation:
     """A new simulation from the state of one: plain values through JSON, tensors copied."""
-    ours, clock = simulation.synchronizer.state_dict(), simulation.state_dict()
-    books, ticks = json.loads(json.dumps(ours["books"])), json.loads(json.dumps(clock["clock"]))
-    tensors = {name: tensor.clone() for name, tensor in (ours["tensors"] | clock["tensors"]).items()}
-    fresh = training(method)
-    fresh.synchronizer.load_state_dict({"books": books, "tensors": tensors})
-    fresh.load_state_dict({"clock": ticks, "tensors": tensors})
-    return fresh
+    books = through_json(simulation.synchronizer.books())
+    clock = through_json(simulation.clock())
+    tensors = {name: tensor.clone() for name, tensor in (simulation.synchronizer.tensors() | simulation.tensors()).items()}
+    loaded = training(method)
+    loaded.synchronizer.load(books, tensors)
+    loaded.load(clock, tensors)
+    return loaded
 
 
 @pytest.mark.parametrize("early", [0, 1, 3], ids=["none given", "one given", "all given"])
@@ -289,7 +289,7 @@ def test_rounds_of_one_version_are_saved_once():
     simulation = training("heloco")
     simulation.advance()
     assert len(simulation.needed()) == 3
-    names = {name for name in simulation.state_dict()["tensors"] if name.startswith("start")}
+    names = {name for name in simulation.tensors() if name.startswith("start")}
     assert names == {"start.0.0", "start.0.1", "start_buffer.0.0", "start_buffer.0.1"}
 
 

@@ -4,7 +4,10 @@ replay is equal."""
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from heloco.books import Books
 
 
 def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
@@ -13,15 +16,16 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     from heloco.cluster.protocol.messages import RunInfo
     from heloco.cluster.server.replay import replay
     from heloco.run import RunFolder, checkpoint
+    from heloco.run.checkpoint import CheckpointState
 
     folder = RunFolder.open(run)
     tape = [json.loads(line) for line in (run / "tape.jsonl").read_text().splitlines()]
     accepted = [line for line in tape if line["verdict"] != "refused"]
     check_arrivals(accepted, arrivals)
     acknowledged = check_acks(tape, acks)
-    state = checkpoint.load_state(checkpoint.list_checkpoints(run / "checkpoints")[-1])
-    assert state["arrival"] == arrivals
-    check_ledger(accepted, state["books"])
+    state = checkpoint.load_state(checkpoint.list_checkpoints(run / "checkpoints")[-1], CheckpointState)
+    assert state.arrival == arrivals
+    check_ledger(accepted, state.books)
     config, digest = (run / "config.toml").read_text(), folder.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
     replayed = replay(folder, task_of(info, device="cpu")[0])
@@ -55,14 +59,14 @@ def check_acks(tape: list[dict[str, Any]], folder: Path) -> int:
     return len(keys)
 
 
-def check_ledger(accepted: list[dict[str, Any]], books: dict[str, Any]) -> None:
+def check_ledger(accepted: list[dict[str, Any]], books: "Books") -> None:
     """Checks that no window of data was skipped or used twice: each was used, is under way, or waits to be handed out again."""
-    for shard, page in enumerate(books["ledger"]):
+    for shard, page in enumerate(books.ledger):
         spans = [tuple(span) for line in accepted if line["shard"] == shard for span in line["spans"]]
-        spans += [tuple(span) for held in books["held"] if held[3] == shard for span in held[4]]
-        spans += [tuple(span) for span in page["returned"]]
+        spans += [span for held in books.held if held.shard == shard for span in held.spans]
+        spans += page.returned
         at = 0
         for first, count in sorted(spans):
             assert first == at, f"shard {shard}: window {at} {'was skipped' if first > at else 'was used twice'}"
             at += count
-        assert at == page["cursor"]
+        assert at == page.cursor

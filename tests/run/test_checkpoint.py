@@ -12,8 +12,10 @@ from safetensors.torch import load_file
 
 from heloco.errors import UserError
 from heloco.run import checkpoint
+from heloco.run.checkpoint import CheckpointState
 from support.nursery import Fault
 from support.runs import TINY, assert_refused, checkpoints, digests, heloco, outcome
+from support.states import state_at
 
 OFTEN = ("--checkpoint-every", "2", "--eval-every", "3")
 
@@ -84,7 +86,7 @@ def test_state_cut_short(left, broken_off, unbroken):
     assert_told_and_remedied(broken_off, EDITED, unbroken(*OFTEN))
 
 
-@pytest.mark.parametrize("name", ["arrival", "units", "evaluated_at", "tape_bytes", "task_digest"])
+@pytest.mark.parametrize("name", ["units", "evaluated_at", "task_digest", "config_digest"])
 def test_one_value_of_the_state_edited(name, broken_off, unbroken):
     path = newest(broken_off) / "state.json"
     state = json.loads(path.read_text())
@@ -112,7 +114,7 @@ def test_a_checkpoint_of_another_format(broken_off):
     path.write_bytes(other)
     sums = path.with_name("SHA256SUMS")
     sums.write_text(sums.read_text().replace(hashlib.sha256(content).hexdigest(), hashlib.sha256(other).hexdigest()))
-    assert_refused(broken_off, "resume", broken_off, says="has format 1, this version reads 2")
+    assert_refused(broken_off, "resume", broken_off, says="has format 1, this version reads 3")
 
 
 def test_the_only_checkpoint_damaged(broken_off):
@@ -163,10 +165,11 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
         "nan": torch.tensor([float("nan"), float("inf")]),
     }  # fmt: skip
     tensors["shared"] = tensors["a"][1]
-    path = checkpoint.save(tmp_path / "checkpoints", 12, {"numbers": [1, 0.1, 1e300], "name": "ρ"}, tensors)
+    state = state_at(12, outer=[{"number": 1, "factor": 0.1}, {"factor": 1e300}])
+    path = checkpoint.save(tmp_path / "checkpoints", state, tensors)
     assert path == tmp_path / "checkpoints" / "arrival-00000012"
-    state, loaded = checkpoint.load(path)
-    assert (state["arrival"], state["numbers"], state["name"]) == (12, [1, 0.1, 1e300], "ρ")
+    loaded_state, loaded = checkpoint.load(path, CheckpointState)
+    assert loaded_state == state
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype
@@ -176,10 +179,10 @@ def test_a_checkpoint_gives_back_what_was_saved(tmp_path):
 def test_a_checkpoint_that_cannot_be_finished_leaves_the_ones_before(tmp_path):
     folder = tmp_path / "checkpoints"
     for arrival in (1, 2):
-        checkpoint.save(folder, arrival, {}, {"x": torch.ones(2)})
+        checkpoint.save(folder, state_at(arrival), {"x": torch.ones(2)})
     before = digests(folder)
     with pytest.raises(TypeError):
-        checkpoint.save(folder, 3, {"not JSON": object()}, {"x": torch.ones(2)})
+        checkpoint.save(folder, state_at(3, outer=[{"not JSON": object()}]), {"x": torch.ones(2)})
     assert digests(folder) == before
 
 
@@ -188,7 +191,7 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     for left_over in (".arrival-00000003", ".arrival-00000001.old"):
         (folder / left_over).mkdir(parents=True)
         (folder / left_over / "tensors.safetensors").write_bytes(b"half")
-    checkpoint.save(folder, 3, {}, {"x": torch.ones(2)})
+    checkpoint.save(folder, state_at(3), {"x": torch.ones(2)})
     assert [path.name for path in folder.iterdir()] == ["arrival-00000003"]
 
 
@@ -196,9 +199,9 @@ def test_the_same_arrival_can_be_saved_again(tmp_path):
     """As a run does that stops after refusals: no arrival has come since the last checkpoint, but the books have changed."""
     folder = tmp_path / "checkpoints"
     for refused in (0, 5):
-        checkpoint.save(folder, 8, {"refused": refused}, {"x": torch.full((2,), float(refused))})
-    state, tensors = checkpoint.load(folder / "arrival-00000008")
-    assert state["refused"] == 5 and torch.equal(tensors["x"], torch.full((2,), 5.0))
+        checkpoint.save(folder, state_at(8, refused_in_a_row=refused), {"x": torch.full((2,), float(refused))})
+    state, tensors = checkpoint.load(folder / "arrival-00000008", CheckpointState)
+    assert state.books.refused_in_a_row == 5 and torch.equal(tensors["x"], torch.full((2,), 5.0))
     assert [path.name for path in folder.iterdir()] == ["arrival-00000008"]
 
 
@@ -206,7 +209,7 @@ def test_a_checkpoint_is_plain_safetensors_and_json(unbroken):
     """Nothing of it is ever unpickled."""
     for path in checkpoints(unbroken(*OFTEN)):
         assert {file.name for file in path.iterdir()} == {"state.json", "tensors.safetensors", "SHA256SUMS"}
-        assert json.loads((path / "state.json").read_text())["arrival"] == int(path.name.partition("-")[2])
+        assert json.loads((path / "state.json").read_text())["books"]["arrivals"] == int(path.name.partition("-")[2])
         tensors = load_file(path / "tensors.safetensors")
         sums = dict(line.split("  ")[::-1] for line in (path / "SHA256SUMS").read_text().splitlines())
         assert sums == {name: hashlib.sha256((path / name).read_bytes()).hexdigest() for name in sums} and len(sums) == 2
@@ -217,4 +220,4 @@ def test_a_path_that_is_no_checkpoint_is_named(tmp_path):
     (tmp_path / "arrival-00000001").write_text("a file, not a folder")
     for name in ("arrival-00000001", "arrival-00000002"):
         with pytest.raises(UserError, match=f"The checkpoint .*{name} cannot be read"):
-            checkpoint.load(tmp_path / name)
+            checkpoint.load(tmp_path / name, CheckpointState)

@@ -99,7 +99,7 @@ def test_the_barrier_settings_are_killed_inside_a_barrier(unbroken):
     verdicts = [line["verdict"] for line in tape(folder)]
     assert verdicts == (["gathered"] * 4 + ["applied"]) * 2 + ["gathered"] * 2
     state = json.loads((checkpoints(folder)[0] / "state.json").read_text())
-    assert state["arrival"] == 9 and state["books"]["gathered_workers"] == [0, 1, 2, 3]
+    assert state["books"]["arrivals"] == 9 and state["books"]["gathered_workers"] == [0, 1, 2, 3]
 
 
 def test_killed_at_any_touch_of_its_folder_it_resumes_to_the_bit(tmp_path, nursery, unbroken):

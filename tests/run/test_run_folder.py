@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from heloco.engine.build import build_task
-from heloco.engine.local import Collector, LocalRun, describe
+from heloco.engine.local import Collector, LocalRun, LocalState, describe
 from heloco.errors import RunStopped, UserError
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
@@ -306,15 +306,15 @@ class Diverging:
         local = LocalRun(task, config)
         if folder is not None:
             local.folder = RunFolder.create(folder, config, describe(task, config, local.model))
-            local.folder.start_writing(0, 0)
+            local.folder.start_writing()
         return local
 
     def resume(self, folder: Path) -> LocalRun:
         opened = RunFolder.open(folder)
         local = LocalRun(self.task(), opened.config(), folder=opened)
-        state, tensors = opened.load_latest()
+        state, tensors = opened.load_latest(LocalState)
         local.load(state, tensors)
-        opened.start_writing(state["tape_bytes"], state["evals_bytes"])
+        opened.start_writing(state.lines)
         return local
 
 
@@ -353,7 +353,7 @@ def test_a_refused_contribution_leaves_no_trace_in_parameters_momentum_or_barrie
 
     class Look(Collector):
         def arrived(self, record: ArrivalRecord) -> None:
-            tensors = local.synchronizer.state_dict()["tensors"]
+            tensors = local.synchronizer.tensors()
             seen.append((record.verdict, {name: tensor.clone() for name, tensor in tensors.items()}))
 
     local.observers.append(Look())

@@ -1,11 +1,12 @@
 """Synchronizers over a model of two small blocks."""
 
-import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from heloco.books import Books
 from heloco.ledger import Ledger
 from heloco.methods import METHODS
 from heloco.policy import Drop, NormGuard, make_choice, make_weight
@@ -69,8 +70,15 @@ def momenta(synchronizer: Synchronizer) -> list[Tensor]:
     return [synchronizer.outer.state[p]["momentum_buffer"] for p in synchronizer.parameters]
 
 
-def snapshot(synchronizer: Synchronizer) -> dict[str, Any]:
-    return copy.deepcopy(synchronizer.state_dict())
+@dataclass
+class Snapshot:
+    books: Books
+    tensors: dict[str, Tensor]
+
+
+def snapshot(synchronizer: Synchronizer) -> Snapshot:
+    """A copy of the whole state."""
+    return Snapshot(synchronizer.books(), {name: tensor.clone() for name, tensor in synchronizer.tensors().items()})
 
 
 def arrive(synchronizer: Synchronizer, worker: int, deltas: list[Tensor]) -> Arrival:

@@ -19,12 +19,15 @@ from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.replay import replay
 from heloco.cluster.server.service import Service
-from heloco.engine.local import LocalRun, StopRequested, describe
+from heloco.engine.local import LocalRun, LocalState, StopRequested, describe
 from heloco.errors import UserError
 from heloco.finite import all_finite
 from heloco.methods import METHODS
 from heloco.outer import OuterOptimizer
+from heloco.records.evaluations import EvaluationRecord
+from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
+from heloco.run.checkpoint import NO_LINES
 from heloco.run.export import export_model
 from heloco.task.datasets import DatasetTask
 from heloco.wire.layout import Layout
@@ -74,7 +77,7 @@ def test_masters_are_part_of_an_optimizers_state(dtype):
     one, other = fresh(), fresh()
     moved(one, 20, dtype)
     other.param_groups[0]["params"][0].data.copy_(one.param_groups[0]["params"][0])
-    other.load_state_dict(one.state_dict())
+    other.load(one.books(), one.tensors())
     for optimizer in (one, other):
         moved(optimizer, 20, dtype)
     assert torch.equal(one.thetas()[0], other.thetas()[0]) and one.thetas()[0].dtype is torch.float32
@@ -118,11 +121,11 @@ def local_run(path: Path, *, new: bool, **settings: Any) -> LocalRun:
     resolved = resolve(with_fields(RunConfig(), {**values, **settings}))
     folder = RunFolder.create(path, resolved, describe(task, resolved, task.build_model())) if new else RunFolder.open(path)
     run = LocalRun(task, resolved, folder=folder)
-    state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
-    if not new:
-        state, tensors = folder.load_model()
-        run.load(state, tensors)
-    folder.start_writing(state["tape_bytes"], state["evals_bytes"])
+    lines = NO_LINES
+    if loaded := folder.load_latest(LocalState):
+        run.load(*loaded)
+        lines = loaded[0].lines
+    folder.start_writing(lines)
     return run
 
 
@@ -133,10 +136,10 @@ class StopAt:
     run: LocalRun
     arrivals: int
 
-    def arrived(self, _: dict[str, Any]) -> None:
+    def arrived(self, _: ArrivalRecord) -> None:
         self.run.stop_requested = self.run.synchronizer.arrivals == self.arrivals
 
-    def evaluated(self, _: dict[str, Any]) -> None:
+    def evaluated(self, _: EvaluationRecord) -> None:
         pass
 
 
@@ -154,8 +157,8 @@ def test_a_simulation_is_resumed_to_the_bit(method, tmp_path):
     assert tape(tmp_path / "broken") == tape(tmp_path / "whole")
     for ours, theirs in zip(resumed.synchronizer.thetas, whole.synchronizer.thetas, strict=True):
         assert torch.equal(ours, theirs) and ours.dtype is torch.float32
-    state, tensors = checkpoint.load(tmp_path / "whole" / "checkpoints" / "arrival-00000014")
-    assert state["arrival"] == 14
+    state, tensors = checkpoint.load(tmp_path / "whole" / "checkpoints" / "arrival-00000014", LocalState)
+    assert state.arrival == 14
     assert tensors["parameter.0"].dtype is torch.bfloat16 and tensors["outer.0.master"].dtype is torch.float32
     assert torch.equal(tensors["outer.0.master"], whole.synchronizer.thetas[0])
     export_model(RunFolder.open(tmp_path / "whole"), tmp_path / "model.safetensors")

@@ -1,7 +1,6 @@
 """The synchronizer with real tensors: against hand-written loops, refusing by name, continuing to the bit, bounded."""
 
 import gc
-import json
 import math
 import types
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from heloco.methods import METHODS, get_method
 from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, correct
 from heloco.policy import Drop, NormGuard, Standing, make_choice
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
+from support.states import through_json
 from support.synchronizers import F64, SHAPES, WORKERS, build, close, initial, momenta, random_deltas, same, snapshot
 
 ASYNC = [name for name, method in METHODS.items() if not method.barrier]
@@ -274,11 +274,11 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
     assert (arrival.verdict, arrival.reason, arrival.released) == ("refused", reason, (1,))
     assert (arrival.worker, arrival.round, arrival.spans, arrival.weight) == (1, bad.index, bad.spans, 0.0)
     after = snapshot(synchronizer)
-    assert all(torch.equal(after["tensors"][name], tensor) for name, tensor in before["tensors"].items())
-    assert after["tensors"].keys() == before["tensors"].keys()
+    assert all(torch.equal(after.tensors[name], tensor) for name, tensor in before.tensors.items())
+    assert after.tensors.keys() == before.tensors.keys()
     untouched = ("outer_step", "arrivals", "steps_accepted", "arrivals_of", "gathered_workers", "outer")
-    assert {name: after["books"][name] for name in untouched} == {name: before["books"][name] for name in untouched}
-    assert after["books"]["refused_in_a_row"] == 1
+    assert {name: getattr(after.books, name) for name in untouched} == {name: getattr(before.books, name) for name in untouched}
+    assert after.books.refused_in_a_row == 1
 
     again = synchronizer.dispatch(1)  # the worker is free, and gets the same data again
     assert (again.index, again.version, again.spans) == (bad.index + 1, bad.version, bad.spans)
@@ -377,7 +377,7 @@ def test_a_wrong_round_version_or_worker_raises_and_changes_nothing(method, chan
     with pytest.raises(ValueError) as error:
         synchronizer.receive(contribution)
     assert str(error.value) == sentence
-    assert json.dumps(snapshot(synchronizer)["books"]) == json.dumps(before["books"])
+    assert snapshot(synchronizer).books == before.books
     assert same(synchronizer.parameters, initial())
 
 
@@ -512,36 +512,32 @@ def test_loaded_into_a_fresh_one_the_state_continues_to_the_bit(method, cut):
     first = fresh()
     history = drive(first, draw, cut)
     at_cut = draw.get_state()
-    state = first.state_dict()
-    saved = {
-        "books": json.loads(json.dumps(state["books"])),
-        "tensors": {name: tensor.clone() for name, tensor in state["tensors"].items()},
-    }
+    saved = snapshot(first)
     history += drive(first, draw, 14)
 
     second = fresh()
     for p in second.parameters:
         p.data.fill_(torch.nan)  # what the state does not bring would show
-    second.load_state_dict(saved)
+    second.load(through_json(saved.books), saved.tensors)
     draw.set_state(at_cut)
     assert drive(second, draw, 14) == history[cut:]
-    ours, theirs = first.state_dict(), second.state_dict()
-    assert json.dumps(ours["books"], sort_keys=True) == json.dumps(theirs["books"], sort_keys=True)
-    assert ours["tensors"].keys() == theirs["tensors"].keys()
-    assert all(torch.equal(tensor, theirs["tensors"][name]) for name, tensor in ours["tensors"].items())
+    ours, theirs = snapshot(first), snapshot(second)
+    assert ours.books == theirs.books
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
 
 
 def test_the_cuts_above_lie_within_a_barrier_and_within_a_delay():
     draw = torch.Generator().manual_seed(9)
     synchronizer = build("sync-nesterov", buffers=[torch.zeros(2, dtype=F64), torch.tensor(0)])
     drive(synchronizer, draw, 5)
-    assert len(synchronizer.state_dict()["books"]["gathered_workers"]) == 2
-    assert "gathered.0" in synchronizer.state_dict()["tensors"]
+    assert len(synchronizer.books().gathered_workers) == 2
+    assert "gathered.0" in synchronizer.tensors()
     draw.manual_seed(9)
     synchronizer = build("delayed-nesterov", buffers=[torch.zeros(2, dtype=F64), torch.tensor(0)])
     drive(synchronizer, draw, 5)
-    assert synchronizer.state_dict()["books"]["outer"][0] == {"arrivals": 5}  # of 3: two in the sum
-    assert synchronizer.state_dict()["tensors"]["outer.0.pseudo_gradient_sum"].any()
+    assert synchronizer.books().outer[0] == {"arrivals": 5}  # of 3: two in the sum
+    assert synchronizer.tensors()["outer.0.pseudo_gradient_sum"].any()
 
 
 # ---- memory

@@ -174,7 +174,7 @@ def train(parsed: argparse.Namespace) -> int:
     local = LocalRun(task, config)
     facts = describe(task, config, local.model)  # before a folder is claimed
     local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, facts)
-    local.folder.start_writing(0, 0)
+    local.folder.start_writing()
     return carry_out(local, local.folder, logs)
 
 
@@ -182,10 +182,11 @@ def resume(parsed: argparse.Namespace) -> int:
     import torch
 
     from heloco.engine.build import model_digest
-    from heloco.engine.local import LocalRun
+    from heloco.engine.local import LocalRun, LocalState
     from heloco.records.journal_reader import FOLDER as JOURNAL
     from heloco.records.run_files import CONFIG
     from heloco.run import RunFolder
+    from heloco.run.checkpoint import NO_LINES
 
     folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
     if (folder.path / JOURNAL).exists():
@@ -196,8 +197,8 @@ def resume(parsed: argparse.Namespace) -> int:
             f"{folder.path / CONFIG} is not the config this run was started with: restore it, or start a new run with "
             f"`heloco train --config {folder.path / CONFIG}`."
         )
-    loaded = folder.load_latest()
-    if loaded and loaded[0]["arrival"] >= config.run.arrivals and loaded[0]["evaluated_at"] == loaded[0]["arrival"]:
+    loaded = folder.load_latest(LocalState)
+    if loaded and loaded[0].arrival >= config.run.arrivals and loaded[0].evaluated_at == loaded[0].arrival:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
     torch.set_num_threads(facts.threads)  # the inner steps' sums depend on it, to the bit
@@ -209,11 +210,9 @@ def resume(parsed: argparse.Namespace) -> int:
     if model_digest(task) != facts.model_digest:
         raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
     local = LocalRun(task, config, folder=folder)
-    state: dict[str, Any] = {"tape_bytes": 0, "evals_bytes": 0}
     if loaded:
-        state, tensors = loaded
-        local.load(state, tensors)
-    folder.start_writing(state["tape_bytes"], state["evals_bytes"])
+        local.load(*loaded)
+    folder.start_writing(loaded[0].lines if loaded else NO_LINES)
     print(f"Resuming {folder.path} at arrival {local.synchronizer.arrivals} of {config.run.arrivals}.", flush=True)
     return carry_out(local, folder, logs)
 
@@ -297,7 +296,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
     mean, per_source = finite(mean_scores(scores)), {name: finite(measures) for name, measures in scores.items()}
     if parsed.json:
-        print(json.dumps({"arrival": state["arrival"], "mean": mean, "scores": per_source}, indent=1))
+        print(json.dumps({"arrival": state.arrival, "mean": mean, "scores": per_source}, indent=1))
     else:
         Console().print(scores_table(mean, per_source))
     return 0

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
 import heloco
 from heloco.engine.build import build_parts, model_digest, pick_device, plugins_of
-from heloco.engine.simulation import NS, Simulation
+from heloco.engine.simulation import NS, ClockState, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.inner import SequentialInner
 from heloco.inner.second_moment import shared_memory
@@ -20,6 +20,7 @@ from heloco.records.evaluations import EvaluationRecord
 from heloco.records.run_facts import BlockFacts, RunFacts, ShardFacts
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder
+from heloco.run.checkpoint import CheckpointState
 from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution
 from heloco.task import Scores, Task, mean_scores
@@ -80,6 +81,14 @@ def _tied(model: nn.Module) -> dict[str, str]:
     first = {id(p): name for name, p in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return {name: first[id(p)] for name, p in every if first[id(p)] != name}
+
+
+class LocalState(CheckpointState, frozen=True, kw_only=True):
+    """What a checkpoint of a simulated run holds."""
+
+    clock: ClockState
+    evaluated_at: int
+    """The arrival of the last evaluation, or -1."""
 
 
 class LocalRun:
@@ -205,35 +214,29 @@ class LocalRun:
     def _save(self) -> None:
         if self.folder is None:
             return
-        synchronizer, simulation = self.synchronizer.state_dict(), self.simulation.state_dict()
-        state = {
-            "config_digest": self.config.digest(),
-            "task_digest": self.task.digest,
-            "books": synchronizer["books"],
-            "clock": simulation["clock"],
-            "units": self.units,
-            "evaluated_at": self._evaluated_at,
-            **self.folder.line_sizes(),
-        }
-        self.folder.save_checkpoint(self.synchronizer.arrivals, state, synchronizer["tensors"] | simulation["tensors"])
+        state = LocalState(
+            config_digest=self.config.digest(), task_digest=self.task.digest, books=self.synchronizer.books(),
+            clock=self.simulation.clock(), lines=self.folder.line_sizes(), units=self.units, evaluated_at=self._evaluated_at,
+        )  # fmt: skip
+        self.folder.save_checkpoint(state, self.synchronizer.tensors() | self.simulation.tensors())
         self._saved_at = self.synchronizer.arrivals
 
-    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def load(self, state: LocalState, tensors: Mapping[str, Tensor]) -> None:
         """Takes up a checkpoint; refuses one of another config or other data."""
-        if state["config_digest"] != self.config.digest():
+        if state.config_digest != self.config.digest():
             raise UserError(
                 "The run's config is not the one its checkpoint was made with: restore config.toml, or start a new run with "
                 "`heloco train --config`."
             )
-        if state["task_digest"] != self.task.digest:
+        if state.task_digest != self.task.digest:
             raise UserError(
                 "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
             )
         device = next(self.model.parameters()).device
         tensors = {name: t.to(device) for name, t in tensors.items()}
-        self.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
-        self.simulation.load_state_dict({"clock": state["clock"], "tensors": tensors})
-        self.units, self._evaluated_at = state["units"], state["evaluated_at"]
+        self.synchronizer.load(state.books, tensors)
+        self.simulation.load(state.clock, tensors)
+        self.units, self._evaluated_at = state.units, state.evaluated_at
         self._saved_at = self.synchronizer.arrivals
 
 

@@ -13,9 +13,9 @@ round at a time, or many simulations can share one device:
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
 from torch import Tensor
 
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
@@ -24,6 +24,18 @@ NS = 1_000_000_000
 ARRIVE, START = 0, 1  # priorities within one instant
 Memory = dict[str, Tensor] | None
 """What a worker keeps from its last round; None before the first."""
+
+
+class ClockState(Struct, frozen=True, kw_only=True):
+    """A simulation's state without its tensors, in addition to the synchronizer's."""
+
+    now_ns: int
+    started_ns: list[int]
+    """When each worker's round began."""
+    window_end_ns: int
+    events: list[tuple[int, int, int]]
+    memories: list[bool]
+    """Whether each worker has optimizer state from an earlier round."""
 
 
 class Simulation:
@@ -111,11 +123,17 @@ class Simulation:
 
     # ---- state: what `resume` needs in addition to the synchronizer's state
 
-    def state_dict(self) -> dict[str, Any]:
+    def clock(self) -> ClockState:
+        """A copy of the state without its tensors."""
+        return ClockState(
+            now_ns=self.now_ns, started_ns=list(self.started_ns), window_end_ns=self._window_end_ns, events=sorted(self._events),
+            memories=[memory is not None for memory in self.memory],
+        )  # fmt: skip
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state by name. They are no copies."""
         tensors: dict[str, Tensor] = {}
-        rounds = {}
         for worker, under_way in self._rounds.items():
-            rounds[worker] = under_way.version
             # rounds of one version start from the same tensors: kept once
             tensors |= {f"start.{under_way.version}.{i}": t for i, t in enumerate(under_way.parameters)}
             tensors |= {f"start_buffer.{under_way.version}.{i}": t for i, t in enumerate(under_way.buffers)}
@@ -123,26 +141,15 @@ class Simulation:
                 tensors |= {f"shared.{worker}.{name}": t for name, t in (under_way.memory or {}).items()}
         for worker, memory in enumerate(self.memory):
             tensors |= {f"memory.{worker}.{name}": t for name, t in (memory or {}).items()}
-        clock = {
-            "now_ns": self.now_ns,
-            "started_ns": list(self.started_ns),
-            "window_end_ns": self._window_end_ns,
-            "events": sorted(self._events),
-            "memories": [memory is not None for memory in self.memory],
-        }
-        return {"clock": clock, "tensors": tensors}
+        return tensors
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, clock: ClockState, tensors: Mapping[str, Tensor]) -> None:
         """Takes up where the state was saved. The synchronizer must have been loaded before. Results not yet applied are asked
         for again: a round is a function of what it was handed."""
-        clock, tensors = state["clock"], state["tensors"]
-        self.now_ns, self._window_end_ns = clock["now_ns"], clock["window_end_ns"]
-        self.started_ns = list(clock["started_ns"])
-        self._events = [(time, priority, worker) for time, priority, worker in clock["events"]]
+        self.now_ns, self._window_end_ns = clock.now_ns, clock.window_end_ns
+        self.started_ns, self._events = list(clock.started_ns), list(clock.events)
         self._results = {}
-        self.memory = [
-            dict(_under(f"memory.{worker}.", tensors)) if kept else None for worker, kept in enumerate(clock["memories"])
-        ]
+        self.memory = [dict(_under(f"memory.{worker}.", tensors)) if kept else None for worker, kept in enumerate(clock.memories)]
         self._rounds = {}
         for worker, held in self.synchronizer.held.items():
             self._rounds[worker] = Round(
@@ -153,5 +160,5 @@ class Simulation:
             )  # fmt: skip
 
 
-def _under(prefix: str, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return ((name.removeprefix(prefix), tensor) for name, tensor in tensors.items() if name.startswith(prefix))

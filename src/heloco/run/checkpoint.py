@@ -6,20 +6,22 @@ SHA256SUMS             the digests of both, over the bytes that were written; `s
 """
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+import msgspec
+from msgspec import Struct
 from torch import Tensor
 
+from heloco.books import Books
 from heloco.disk import SCARCE, make_durable, make_folder_durable, sha256
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, Stored, write
 
 KEEP = 2
-FORMAT = 2
+FORMAT = 3
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 
 
@@ -27,10 +29,37 @@ class CheckpointDamaged(UserError):
     """A checkpoint's files are not the ones that were written."""
 
 
+class LineSizes(Struct, frozen=True, kw_only=True):
+    """Where the tape and the evaluations stand."""
+
+    tape_bytes: int = 0
+    evals_bytes: int = 0
+
+
+NO_LINES = LineSizes()
+
+
+class CheckpointState(Struct, frozen=True, kw_only=True):
+    """What every checkpoint holds in addition to its tensors. Runs of one kind add to it."""
+
+    config_digest: str
+    task_digest: str
+    books: Books
+    lines: LineSizes
+    units: int
+    format: int = FORMAT
+
+    @property
+    def arrival(self) -> int:
+        return self.books.arrivals
+
+
+State = TypeVar("State", bound=CheckpointState)
+
+
 def save(
     folder: Path,
-    arrival: int,
-    state: Mapping[str, Any],
+    state: CheckpointState,
     tensors: Mapping[str, Tensor],
     *,
     keep_first: bool = False,
@@ -41,13 +70,13 @@ def save(
     The tensors are written one by one: nothing is held twice. `copied` is called when they may change again, long before
     they are durable. `keep_first`: the oldest stays too."""
     folder.mkdir(exist_ok=True)
-    final = folder / f"arrival-{arrival:08d}"
+    final = folder / f"arrival-{state.arrival:08d}"
     for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time
         shutil.rmtree(left_over)
     temporary = folder / f".{final.name}"
     temporary.mkdir()
     try:
-        _write_files(temporary, {"format": FORMAT, "arrival": arrival, **state}, tensors, copied)
+        _write_files(temporary, state, tensors, copied)
         if final.exists():  # the same arrival again: only refusals came in between
             discard(final)
         temporary.rename(final)
@@ -59,13 +88,13 @@ def save(
     return final
 
 
-def _write_files(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], copied: Callable[[], None]) -> None:
+def _write_files(folder: Path, state: CheckpointState, tensors: Mapping[str, Tensor], copied: Callable[[], None]) -> None:
     with (folder / TENSORS).open("wb", buffering=0) as file:
         write(file, Layout.of(tensors), tensors)
         copied()
         tensors_digest = sha256(folder / TENSORS)  # from the system's cache: hashing takes longer than copying
         make_durable(file.fileno(), folder / TENSORS)
-    content = json.dumps(state).encode()
+    content = msgspec.json.encode(state)
     sums = f"{tensors_digest}  {TENSORS}\n{hashlib.sha256(content).hexdigest()}  {STATE}\n"
     for name, text in ((STATE, content), (SUMS, sums.encode())):
         with (folder / name).open("wb") as file:
@@ -87,16 +116,16 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("arrival-" + "[0-9]" * 8))
 
 
-def load(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+def load(path: Path, kind: type[State]) -> tuple[State, Mapping[str, Tensor]]:
     """(state, tensors) of one checkpoint, every byte checked; a tensor is read when it is asked for."""
-    state = load_state(path)
+    state = load_state(path, kind)
     if sha256(path / TENSORS) != _sums(path)[TENSORS]:
         raise CheckpointDamaged(f"The checkpoint {path} is damaged: its tensors are cut short or edited. {_remedy(path)}")
     return state, Stored(path / TENSORS)
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """The state alone, checked."""
+def load_state(path: Path, kind: type[State]) -> State:
+    """The state alone, checked. `kind` says which kind of run it must be of; CheckpointState is any."""
     try:
         content = (path / STATE).read_bytes()
         sums = _sums(path)
@@ -110,10 +139,16 @@ def load_state(path: Path) -> dict[str, Any]:
         raise CheckpointDamaged(
             f"The checkpoint {path} was edited: its {STATE} is not the one that {SUMS} was written for. {_remedy(path)}"
         )
-    state: dict[str, Any] = json.loads(content)
-    if state["format"] != FORMAT:
-        raise UserError(f"The checkpoint {path} has format {state['format']}, this version reads {FORMAT}: use that version.")
-    return state
+    try:
+        if (number := msgspec.json.decode(content, type=_Format).format) != FORMAT:
+            raise UserError(f"The checkpoint {path} has format {number}, this version reads {FORMAT}: use that version.")
+        return msgspec.json.decode(content, type=kind)
+    except msgspec.MsgspecError as error:
+        raise CheckpointDamaged(f"The checkpoint {path} is not one of such a run ({error}). {_remedy(path)}") from error
+
+
+class _Format(Struct, frozen=True):
+    format: int
 
 
 def _sums(path: Path) -> dict[str, str]:

@@ -33,7 +33,7 @@ def export_model(folder: RunFolder, out: Path) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = out.with_name(f".{out.name}.partial")
         try:
-            save_file(named, temporary, metadata={"format": "pt", "method": facts.method, "arrival": str(state["arrival"])})
+            save_file(named, temporary, metadata={"format": "pt", "method": facts.method, "arrival": str(state.arrival)})
             temporary.replace(out)
         finally:
             temporary.unlink(missing_ok=True)

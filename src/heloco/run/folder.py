@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
 from heloco.registry import NotInstalled
 from heloco.run import checkpoint
+from heloco.run.checkpoint import NO_LINES, CheckpointState, LineSizes, State
 from heloco.run.config import RunConfig, resolve
 from heloco.run.settings import read_toml, to_toml, with_fields
 
@@ -101,19 +101,19 @@ class RunFolder:
         with self._locked():
             pass
 
-    def start_writing(self, tape_bytes: int, evals_bytes: int, *, accept_shorter: bool = False) -> None:
+    def start_writing(self, since: LineSizes = NO_LINES, *, accept_shorter: bool = False) -> None:
         """Takes the folder for this process and cuts the tape and the evaluations back to where the state stands.
 
         `accept_shorter`: what they have lost cannot be had again, and the run goes on without it."""
         with self._locked(), disk_errors(self.path, self.remedy):
-            if (short := self.shorter_than(tape_bytes, evals_bytes)) and not accept_shorter:
+            if (short := self.shorter_than(since)) and not accept_shorter:
                 raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
-            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, tape_bytes), ArrivalRecord)
-            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, evals_bytes), EvaluationRecord)
+            self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, since.tape_bytes), ArrivalRecord)
+            self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, since.evals_bytes), EvaluationRecord)
 
-    def shorter_than(self, tape_bytes: int, evals_bytes: int) -> Path | None:
+    def shorter_than(self, sizes: LineSizes) -> Path | None:
         """The tape or the evaluations, where they do not have a whole line up to this byte."""
-        for name, size in ((TAPE, tape_bytes), (EVALS, evals_bytes)):
+        for name, size in ((TAPE, sizes.tape_bytes), (EVALS, sizes.evals_bytes)):
             path = self.path / name
             if size and (not path.is_file() or path.stat().st_size < size):
                 return path
@@ -149,26 +149,25 @@ class RunFolder:
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
 
-    def line_sizes(self) -> dict[str, int]:
-        """Where the tape and the evaluations stand, as a checkpoint's state has it."""
+    def line_sizes(self) -> LineSizes:
+        """Where the tape and the evaluations stand."""
         assert self.tape is not None and self.evals is not None
-        return {"tape_bytes": self.tape.size, "evals_bytes": self.evals.size}
+        return LineSizes(tape_bytes=self.tape.size, evals_bytes=self.evals.size)
 
     def save_checkpoint(
         self,
-        arrival: int,
-        state: dict[str, Any],
-        tensors: dict[str, Tensor],
+        state: CheckpointState,
+        tensors: Mapping[str, Tensor],
         *,
         keep_first: bool = False,
         copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """`state` includes `line_sizes`. `copied` is called when the tensors may change again."""
+        """`copied` is called when the tensors may change again."""
         assert self.tape is not None and self.evals is not None
         with disk_errors(self.path / CHECKPOINTS, self.remedy):
             self.tape.sync()
             self.evals.sync()
-            checkpoint.save(self.path / CHECKPOINTS, arrival, state, tensors, keep_first=keep_first, copied=copied)
+            checkpoint.save(self.path / CHECKPOINTS, state, tensors, keep_first=keep_first, copied=copied)
 
     def checkpoints(self) -> list[Path]:
         """Oldest first."""
@@ -178,14 +177,14 @@ class RunFolder:
         checkpoints = self.checkpoints()
         return checkpoints[-1] if checkpoints else None
 
-    def load_latest(self) -> tuple[dict[str, Any], Mapping[str, Tensor]] | None:
+    def load_latest(self, kind: type[State]) -> tuple[State, Mapping[str, Tensor]] | None:
         """The newest checkpoint, or None where the run was killed before its first."""
         latest = self.latest()
-        return None if latest is None else checkpoint.load(latest)
+        return None if latest is None else checkpoint.load(latest, kind)
 
-    def load_model(self) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    def load_model(self) -> tuple[CheckpointState, Mapping[str, Tensor]]:
         """The newest checkpoint of a run that must have one."""
-        loaded = self.load_latest()
+        loaded = self.load_latest(CheckpointState)
         if loaded is None:
             raise UserError(f"{self.path} has no checkpoint yet: `{resume_command(self.path)}` starts it.")
         return loaded

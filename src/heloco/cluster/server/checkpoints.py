@@ -9,10 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import msgspec
-from msgspec import Struct
 from torch import Tensor
 
 from heloco.cluster.protocol.messages import Acknowledgement, Paused
@@ -22,17 +19,16 @@ from heloco.cluster.server.machine_book import MachineRecord
 from heloco.errors import UserError
 from heloco.records.journal_reader import Mark
 from heloco.run import checkpoint
-from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.checkpoint import CheckpointState
 
 log = logging.getLogger("heloco.server")
 
 
-class ServedState(Struct, frozen=True, kw_only=True):
-    """What a checkpoint of a served run holds in addition to the synchronizer's state."""
+class ServedState(CheckpointState, frozen=True, kw_only=True):
+    """What a checkpoint of a served run holds."""
 
     journal: Mark
     time_s: float
-    units: int
     paused: Paused | None
     evaluations_due: tuple[EvaluationDue, ...]
     started_s: dict[int, float]
@@ -44,30 +40,21 @@ class ServedState(Struct, frozen=True, kw_only=True):
     acks: dict[int, list[Acknowledgement]]
 
 
-def served_state(state: Mapping[str, Any]) -> ServedState:
-    try:
-        return msgspec.convert(state["served"], ServedState, strict=False)
-    except (KeyError, msgspec.MsgspecError) as error:
-        raise CheckpointDamaged(f"A checkpoint's state is not one of a served run ({error}).") from error
-
-
-def load(run: JournaledRun, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> ServedState:
+def load(run: JournaledRun, state: ServedState, tensors: Mapping[str, Tensor]) -> None:
     """Puts the run into the state of a checkpoint."""
-    if state["config_digest"] != run.config.digest():
+    if state.config_digest != run.config.digest():
         raise UserError("The run's config is not the one its checkpoint was made with: restore config.toml.")
-    if state["task_digest"] != run.task_digest:
+    if state.task_digest != run.task_digest:
         raise UserError("The data or the tokenizer is not the one this run was started with: give the same text.")
-    served = served_state(state)
-    run.synchronizer.load_state_dict({"books": state["books"], "tensors": tensors})
-    run.time_s, run.units, run.paused = served.time_s, served.units, served.paused
+    run.synchronizer.load(state.books, tensors)
+    run.time_s, run.units, run.paused = state.time_s, state.units, state.paused
     run.saved_at = run.synchronizer.arrivals
-    run.started_s, run.holders, run.last_machines = dict(served.started_s), dict(served.holders), dict(served.last_machines)
-    run.start_digests = dict(served.start_digests)
-    run.contributors.extend(served.contributors)
-    run.book.load(served.machines)
-    for worker, acks in served.acks.items():
+    run.started_s, run.holders, run.last_machines = dict(state.started_s), dict(state.holders), dict(state.last_machines)
+    run.start_digests = dict(state.start_digests)
+    run.contributors.extend(state.contributors)
+    run.book.load(state.machines)
+    for worker, acks in state.acks.items():
         run.acks[worker].extend(acks)
-    return served
 
 
 def save(run: JournaledRun) -> None:
@@ -91,31 +78,28 @@ def begin_saving(run: JournaledRun) -> None:
     descriptors it raises OSError, and nothing has changed."""
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
-    folder, arrival, synchronizer = run.folder, run.synchronizer.arrivals, run.synchronizer.state_dict()
+    folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
     with run.evaluations_held() as evaluations_due:
         if not run.lines.catch_up():  # a line that waits is in no file, and its evaluation is due no more
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.path))
         line_sizes = folder.line_sizes()
-    served = ServedState(
+    state = ServedState(
+        config_digest=run.config.digest(), task_digest=run.task_digest, books=books, lines=line_sizes,
         journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
-        started_s=run.started_s, holders=run.holders, last_machines=run.last_machines, start_digests=run.start_digests,
-        contributors=list(run.contributors), machines=run.book.to_records(),
+        started_s=dict(run.started_s), holders=dict(run.holders), last_machines=dict(run.last_machines),
+        start_digests=dict(run.start_digests), contributors=list(run.contributors), machines=run.book.to_records(),
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
-    state = {
-        "config_digest": run.config.digest(), "task_digest": run.task_digest, "books": synchronizer["books"],
-        "served": msgspec.to_builtins(served, str_keys=True), **line_sizes,
-    }  # fmt: skip
     keep_first, make_journal_durable = replays_from_the_start(run), run.journal.durable_later()
     copied = run.readers.enter()
 
     def write() -> int:
         try:
             make_journal_durable()
-            folder.save_checkpoint(arrival, state, synchronizer["tensors"], keep_first=keep_first, copied=copied)
+            folder.save_checkpoint(state, tensors, keep_first=keep_first, copied=copied)
         finally:
             copied()
-        return arrival
+        return state.arrival
 
     run.saving = run.slow_work.submit(write)
 
@@ -142,7 +126,7 @@ def make_room(run: JournaledRun, budget_bytes: float) -> None:
     assert run.folder is not None
     try:
         paths = run.folder.checkpoints()
-        marks = [served_state(checkpoint.load_state(path)).journal for path in paths[-checkpoint.KEEP :]]
+        marks = [checkpoint.load_state(path, ServedState).journal for path in paths[-checkpoint.KEEP :]]
         if marks and (surplus := run.journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
             for path in paths[: -checkpoint.KEEP]:
                 checkpoint.discard(path)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from msgspec.structs import asdict, replace
+from torch import Tensor
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Paused, RoundKey
 from heloco.cluster.server.derived_lines import DerivedLines
@@ -326,7 +326,7 @@ class JournaledRun:
         """Writes the file that rounds of the current version begin with, and returns its digest."""
         return starts.write(self.synchronizer.outer_step, self.synchronizer.start(starts.layout.names))
 
-    def final_model(self) -> dict[str, Any]:
+    def final_model(self) -> dict[str, Tensor]:
         return blocks.name_start(self.synchronizer.parameters, self.synchronizer.buffers)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from heloco.records.journal_reader import read_events
 from heloco.records.run_facts import BlockFacts, RunFacts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
-from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.checkpoint import CheckpointDamaged, CheckpointState
 from heloco.task import ShardInfo, Task
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
@@ -235,7 +235,7 @@ def load_external_model(folder: RunFolder) -> ExternalModel:
     damage: CheckpointDamaged | None = None
     for path in reversed(folder.checkpoints()):
         try:
-            _, tensors = checkpoint.load(path)
+            _, tensors = checkpoint.load(path, CheckpointState)
         except CheckpointDamaged as error:
             damage = damage or error
             continue

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.checkpoints import ServedState
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.open_run import ExternalTask, load_external_model
 from heloco.engine.build import build_parts, build_synchronizer
@@ -70,9 +71,10 @@ def load_oldest(folder: RunFolder, run: JournaledRun) -> tuple[Mark, int]:
         if isinstance(event, Receive) and not contribution_path(journal, mark.number).is_file():
             last_missing = mark.number
     for path in folder.checkpoints():
-        state, tensors = checkpoint.load(path)
-        if checkpoints.served_state(state).journal.number >= max(first, last_missing):
-            return checkpoints.load(run, state, tensors).journal, state["arrival"]
+        state, tensors = checkpoint.load(path, ServedState)
+        if state.journal.number >= max(first, last_missing):
+            checkpoints.load(run, state, tensors)
+            return state.journal, state.arrival
     raise UserError(f"{folder.path} has no checkpoint from which on its contributions are kept: there is nothing to replay from.")
 
 

@@ -8,11 +8,11 @@ checkpoint, the run continues without it."""
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.checkpoints import ServedState
 from heloco.cluster.server.evaluation_queue import EvaluationDue, evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.transfers import SnapshotStore
@@ -22,9 +22,9 @@ from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, contribution_path, read_events
 from heloco.records.run_files import CHECKPOINTS, EVALS
 from heloco.run import checkpoint
-from heloco.run.checkpoint import CheckpointDamaged
+from heloco.run.checkpoint import NO_LINES, CheckpointDamaged
 
-Loaded = tuple[dict[str, Any], Mapping[str, Tensor]]
+Loaded = tuple[ServedState, Mapping[str, Tensor]]
 
 
 class Resumption:
@@ -39,15 +39,14 @@ class Resumption:
     def begin(self) -> None:
         self.folder.take()
         chosen = self._choose_checkpoint()
-        mark, tape_bytes, evals_bytes = Mark(), 0, 0
+        mark, lines = Mark(), NO_LINES
         evaluations_due: tuple[EvaluationDue, ...] = ()
         if chosen is not None:
-            served = checkpoints.load(self.run, *chosen)
-            mark, evaluations_due = served.journal, served.evaluations_due
-            tape_bytes, evals_bytes = chosen[0]["tape_bytes"], chosen[0]["evals_bytes"]
+            checkpoints.load(self.run, *chosen)
+            mark, lines, evaluations_due = chosen[0].journal, chosen[0].lines, chosen[0].evaluations_due
             self._adopt_starts()
-        earlier = evaluations_after(self.folder.path, evals_bytes)
-        self.folder.start_writing(tape_bytes, evals_bytes, accept_shorter=True)
+        earlier = evaluations_after(self.folder.path, lines.evals_bytes)
+        self.folder.start_writing(lines, accept_shorter=True)
         self.run.take_up_evaluations(evaluations_due, earlier)
         self.run.open_journal(Journal(self.folder.path, mark))
         if chosen is None:
@@ -67,7 +66,7 @@ class Resumption:
         second_best: tuple[Loaded, str] | None = None
         for path in paths:
             try:
-                loaded = checkpoint.load(path)
+                loaded = checkpoint.load(path, ServedState)
                 lost = self._lost_at(loaded[0], is_newest=path == paths[0])
             except CheckpointDamaged as error:
                 damaged[path] = error
@@ -103,26 +102,25 @@ class Resumption:
     def _has_events(self) -> bool:
         return any(True for _ in read_events(self.folder.path / FOLDER)) if (self.folder.path / FOLDER).is_dir() else False
 
-    def _lost_at(self, state: dict[str, Any], *, is_newest: bool) -> str:
+    def _lost_at(self, state: ServedState, *, is_newest: bool) -> str:
         """A file that is damaged and cannot be computed again from this checkpoint; empty if there is none."""
-        served = checkpoints.served_state(state)
-        if short := self.folder.shorter_than(state["tape_bytes"], state["evals_bytes"]):
+        if short := self.folder.shorter_than(state.lines):
             return str(short)
-        for version in self._versions_still_held(state, served.journal):
-            if version < state["books"]["outer_step"] and not self.starts.adopt(version, served.start_digests[version]):
+        for version in self._versions_still_held(state):
+            if version < state.books.outer_step and not self.starts.adopt(version, state.start_digests[version]):
                 return str(self.starts.path(version))
-        earlier = evaluations_after(self.folder.path, state["evals_bytes"])
-        if any(not self.run.can_evaluate(due, earlier, state["arrival"]) for due in served.evaluations_due):
+        earlier = evaluations_after(self.folder.path, state.lines.evals_bytes)
+        if any(not self.run.can_evaluate(due, earlier, state.arrival) for due in state.evaluations_due):
             return str(self.folder.path / EVALS)
-        if not is_newest and (missing := self._missing_contribution(served.journal)):
+        if not is_newest and (missing := self._missing_contribution(state.journal)):
             return missing
         return ""
 
-    def _versions_still_held(self, state: dict[str, Any], since: Mark) -> set[int]:
+    def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
-        versions = {worker: version for worker, _, version, *_ in state["books"]["held"]}
+        versions = {held.worker: held.version for held in state.books.held}
         try:
-            for event, _ in read_events(self.folder.path / FOLDER, since):
+            for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):
                     versions.pop(event.worker, None)
         except JournalDamaged:

@@ -9,17 +9,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from msgspec import structs
 
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.checkpoints import ServedState
 from heloco.cluster.server.evaluation_queue import evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import Journal
-from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, contribution_path, read_events, segments
+from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_path, read_events, segments
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
@@ -56,11 +56,10 @@ class Rollback:
         try:
             self.without = frozenset(map(self._find_machine, self.without))
             state, path = self._choose_checkpoint()
-            mark = checkpoints.served_state(state).journal
-            self._copy(state, path, mark)
+            self._copy(state, path)
             run = build(RunFolder.open(self.target))
             try:
-                arrivals = self._make_again(run, path, state, mark)
+                arrivals = self._make_again(run, path)
             finally:
                 run.close()
             machines = tuple(sorted(self.without))
@@ -77,19 +76,19 @@ class Rollback:
         which = f"is called by {len(matches)} machines" if matches else "never joined this run"
         raise UserError(f"{name!r} {which}: give one of {', '.join(matches or joined)}.")
 
-    def _choose_checkpoint(self) -> tuple[dict[str, Any], Path]:
+    def _choose_checkpoint(self) -> tuple[ServedState, Path]:
         earliest = ""
         for path in reversed(self.folder.checkpoints()):
             try:
-                state, _ = checkpoint.load(path)
+                state, _ = checkpoint.load(path, ServedState)
             except CheckpointDamaged:
                 continue
-            if self.to is None or state["arrival"] <= self.to:
+            if self.to is None or state.arrival <= self.to:
                 return state, path
-            earliest = f" The earliest is {state['arrival']}."
+            earliest = f" The earliest is {state.arrival}."
         raise UserError(f"{self.folder.path} has no checkpoint from which arrival {self.to} could be made again.{earliest}")
 
-    def _copy(self, state: dict[str, Any], chosen: Path, mark: Mark) -> None:
+    def _copy(self, state: ServedState, chosen: Path) -> None:
         """Copies the run as it was at the checkpoint."""
         shutil.rmtree(self.target, ignore_errors=True)
         self.target.mkdir(mode=self.folder.path.stat().st_mode & 0o777)
@@ -100,9 +99,10 @@ class Rollback:
                 shutil.copy2(source, self.target / name)
         for path in {chosen, self.folder.checkpoints()[0]}:
             shutil.copytree(path, self.target / CHECKPOINTS / path.name)
-        for name, size in ((TAPE, state["tape_bytes"]), (EVALS, state["evals_bytes"])):
+        for name, size in ((TAPE, state.lines.tape_bytes), (EVALS, state.lines.evals_bytes)):
             _copy_start(self.folder.path / name, self.target / name, whole_lines(self.folder.path / name, size))
         (self.target / FOLDER).mkdir()
+        mark = state.journal
         for base, path in segments(self.folder.path / FOLDER):
             if base < mark.position:
                 _copy_start(path, self.target / FOLDER / path.name, mark.position - base)
@@ -111,16 +111,17 @@ class Rollback:
                 _link(path, self.target / FOLDER / path.name)
         (self.target / FOLDER / "acknowledged").write_text(f"{mark.number:020d}\n")
 
-    def _make_again(self, run: JournaledRun, chosen: Path, state: dict[str, Any], mark: Mark) -> int:
+    def _make_again(self, run: JournaledRun, chosen: Path) -> int:
         assert run.folder is not None
         run.folder.take()
-        served = checkpoints.load(run, state, checkpoint.load(chosen)[1])
-        run.folder.start_writing(state["tape_bytes"], state["evals_bytes"], accept_shorter=True)
-        run.take_up_evaluations(served.evaluations_due, evaluations_after(self.folder.path, state["evals_bytes"]))
+        state, tensors = checkpoint.load(chosen, ServedState)
+        checkpoints.load(run, state, tensors)
+        run.folder.start_writing(state.lines, accept_shorter=True)
+        run.take_up_evaluations(state.evaluations_due, evaluations_after(self.folder.path, state.lines.evals_bytes))
         run.start_evaluations()
-        run.open_journal(Journal(self.target, mark, may_begin_at_mark=True))
+        run.open_journal(Journal(self.target, state.journal, may_begin_at_mark=True))
         try:
-            for event, mark_after in read_events(self.folder.path / FOLDER, mark):
+            for event, mark_after in read_events(self.folder.path / FOLDER, state.journal):
                 if self._is_reached(run) and not self.without:
                     break
                 if not self._record(run, event, mark_after.number):
