@@ -15,7 +15,7 @@ FLOORS = [
     {"outer"},
     {"policy"},
     {"ledger", "buffers"},
-    {"rounds", "barrier"},
+    {"rounds", "barrier", "books"},
     {"rulings"},
     {"synchronizer", "methods"},
     {"records"},
@@ -140,6 +140,7 @@ def test_whoever_imports_the_package_itself_wants_its_version_alone():
     [
         ("policy", {"torch", "numpy"}),
         ("ledger.py", {"torch", "numpy"}),
+        ("books.py", {"torch", "numpy"}),
         ("report", {"torch", "numpy"}),
         ("records", {"torch", "numpy"}),
         ("places.py", {"torch", "numpy"}),
@@ -173,7 +174,7 @@ def test_time_threads_files_and_networks_stay_out_of_the_synchronizer():
         "ray",
         "multiprocessing",
     }
-    for name in ("synchronizer.py", "rounds.py", "barrier.py", "buffers.py", "ledger.py", "methods.py"):
+    for name in ("synchronizer.py", "rounds.py", "rulings.py", "books.py", "barrier.py", "buffers.py", "ledger.py", "methods.py"):
         assert not {top(module) for _, module in imports_of(PACKAGE / name)} & clocks
 
 
