@@ -65,9 +65,9 @@ class Session:
     def bring_model(self, *, is_complete: bool) -> None:
         """Sends the model. Unless `is_complete`, the last request is left out, so that the run still waits for its model."""
         bringer = self._join("bringer")
-        self.recorder.held_back |= {"/v1/model/commit"}
+        self.recorder.withheld_paths |= {"/v1/model/commit"}
         if is_complete:
-            self.recorder.held_back -= {"/v1/model/commit"}
+            self.recorder.withheld_paths -= {"/v1/model/commit"}
         with contextlib.suppress(LinkDown, Refused):
             self.link.send_model(bringer, self.layout, MODEL, NAMES)
         self.link.leave(bringer, "its work is done")
@@ -76,9 +76,9 @@ class Session:
         """Rounds: one that is handed in, one that is given back, one that stays under way."""
         with contextlib.suppress(Refused):
             self.link.leave(self.ticket, "another takes its place")
-        joined = self.link.join("worker", returning=None, layout=self.layout)
-        self.ticket = ticket = joined.ticket
-        contribution = Layout(joined.contribution_layout or ())
+        join_answer = self.link.join("worker", returning=None, layout=self.layout)
+        self.ticket = ticket = join_answer.ticket
+        contribution = Layout(join_answer.contribution_layout or ())
         delta = {name: torch.full(shape, 1e-3) for name, _, shape in contribution.entries}
         for ending in ("hand in", "give back", "keep"):
             answer = self.link.next_round(ticket, 0.0)

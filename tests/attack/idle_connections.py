@@ -73,9 +73,9 @@ def attack_from_one_address(serving: Serving, connections: int) -> dict[str, Any
     """One address holds few places, and each for a few seconds only."""
     opened = connect_many(serving.port, "127.9.9.9", connections)
     began = time.monotonic()
-    held = until(lambda: (found := sum(map(is_open, opened))) <= FEW and found, "most are closed at once", AT_ONCE_S)
+    open_count = until(lambda: (count := sum(map(is_open, opened))) <= FEW and count, "most are closed at once", AT_ONCE_S)
     until(lambda: not any(map(is_open, opened)), "all are closed", GONE_S)
-    return {"held": held, "closed_after_s": round(time.monotonic() - began, 1)}
+    return {"held": open_count, "closed_after_s": round(time.monotonic() - began, 1)}
 
 
 if __name__ == "__main__":

@@ -16,27 +16,27 @@ ARRIVALS = 50
 
 def pour(port: int, requests: int, connections: int) -> int:
     """Over new connections when those before were ended. How many requests were sent."""
-    sent = [0] * connections
+    request_counts = [0] * connections
     threads = [
-        threading.Thread(target=_pour, args=(port, address, requests // connections, sent, i))
+        threading.Thread(target=_pour, args=(port, address, requests // connections, request_counts, i))
         for i, address in zip(range(connections), addresses(), strict=False)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(sent)
+    return sum(request_counts)
 
 
-def _pour(port: int, address: str, requests: int, sent: list[int], number: int) -> None:
-    context, tried = unchecked(), 0
-    while tried < requests:
+def _pour(port: int, address: str, requests: int, request_counts: list[int], number: int) -> None:
+    context, attempts = unchecked(), 0
+    while attempts < requests:
         with contextlib.suppress(OSError), context.wrap_socket(connect(port, address)) as pouring:
-            while tried < requests:
+            while attempts < requests:
                 pouring.sendall(REQUEST * AT_ONCE)
-                tried += AT_ONCE
-                sent[number] += AT_ONCE
-        tried += AT_ONCE  # also of a connection that was refused: it must come to an end
+                attempts += AT_ONCE
+                request_counts[number] += AT_ONCE
+        attempts += AT_ONCE  # also of a connection that was refused: it must come to an end
 
 
 def attack(serving: Serving, requests: int, connections: int) -> dict[str, Any]:
@@ -47,13 +47,13 @@ def attack(serving: Serving, requests: int, connections: int) -> dict[str, Any]:
         memory_mb = serving.resident_mb()
         peak = Peak(serving)
         with elsewhere(pour, serving.port, requests, connections) as result, rate.measured("meanwhile"):
-            sent = result(600)
+            request_count = result(600)
         peak_mb = peak.end()
         rate.measure("after", ARRIVALS)
         serving.check_well()
         after_mb = serving.settled_mb(memory_mb)
         figures = {
-            "arrivals_per_s": rate.figures, "requests_sent": sent, "lost": serving.lost(),
+            "arrivals_per_s": rate.figures, "requests_sent": request_count, "lost": serving.lost(),
             "memory_mb": {"before": round(memory_mb), "peak": round(peak_mb), "after": round(after_mb)},
         }  # fmt: skip
         return judge(

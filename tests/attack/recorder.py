@@ -77,25 +77,25 @@ class Reading:
 
 
 class Recorder:
-    """`held_back`: paths whose requests are recorded and not forwarded. Their connection is closed."""
+    """`withheld_paths`: paths whose requests are recorded and not forwarded. Their connection is closed."""
 
-    def __init__(self, port: int, credentials: Path, held_back: Iterable[str] = ()) -> None:
-        self.held_back = set(held_back)
+    def __init__(self, port: int, credentials: Path, withheld_paths: Iterable[str] = ()) -> None:
+        self.withheld_paths = set(withheld_paths)
         self.requests: dict[tuple[str, str], list[Request]] = {}
         self.port = 0
         self._target = port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(credentials / "certificate.pem", credentials / "key.pem")
         self._loop = asyncio.new_event_loop()
-        started = threading.Event()
-        threading.Thread(target=self._run, args=(started,), daemon=True).start()
-        started.wait()
+        ready_event = threading.Event()
+        threading.Thread(target=self._run, args=(ready_event,), daemon=True).start()
+        ready_event.wait()
 
-    def _run(self, started: threading.Event) -> None:
+    def _run(self, ready_event: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         server = self._loop.run_until_complete(asyncio.start_server(self._carry, "127.0.0.1", 0, ssl=self._context))
         self.port = server.sockets[0].getsockname()[1]
-        started.set()
+        ready_event.set()
         self._loop.run_forever()
         server.close()
         tasks = asyncio.all_tasks(self._loop)
@@ -121,7 +121,7 @@ class Recorder:
                 reading.feed(data)
                 for request in reading.complete:
                     self._note(request)
-                if any(request.path in self.held_back for request in reading.complete):
+                if any(request.path in self.withheld_paths for request in reading.complete):
                     return
                 reading.complete.clear()
                 sink.write(data)

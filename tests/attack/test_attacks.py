@@ -22,9 +22,9 @@ FOLDER = Path(rig.__file__).parent
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[rig.Serving]:
-    with rig.Serving(tmp_path_factory.mktemp("serving")) as found:
-        yield found
-        found.check_well()
+    with rig.Serving(tmp_path_factory.mktemp("serving")) as new_serving:
+        yield new_serving
+        new_serving.check_well()
 
 
 def test_a_thousand_idle_connections_stop_nothing(tmp_path):

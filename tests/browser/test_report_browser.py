@@ -34,17 +34,17 @@ Open = Callable[..., Any]
 @contextlib.contextmanager
 def watching(browser: Any) -> Iterator[Open]:
     """`open(path)`: the page, watched. Whatever it says on the console or asks for is an error in the end."""
-    heard: list[str] = []
+    messages: list[str] = []
     contexts = []
 
     def look(path: Path, **options: Any) -> Any:
         context = browser.new_context(accept_downloads=True, **({"viewport": {"width": 1200, "height": 900}} | options))
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: heard.append(f"console: {message.text}"))
-        page.on("pageerror", lambda error: heard.append(f"error: {error}"))
-        page.on("request", lambda request: heard.append(f"request: {request.url}") if request.url != path.as_uri() else None)
-        page.on("dialog", lambda dialog: heard.append("a dialog opened") or dialog.dismiss())
+        page.on("console", lambda message: messages.append(f"console: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("request", lambda request: messages.append(f"request: {request.url}") if request.url != path.as_uri() else None)
+        page.on("dialog", lambda dialog: messages.append("a dialog opened") or dialog.dismiss())
         page.goto(path.as_uri())
         assert page.evaluate("Boolean(window.heloco)")
         return page
@@ -52,7 +52,7 @@ def watching(browser: Any) -> Iterator[Open]:
     yield look
     for context in contexts:
         context.close()
-    assert not [what for what in heard if not what.startswith("request: data:") and not what.startswith("request: blob:")]
+    assert not [what for what in messages if not what.startswith("request: data:") and not what.startswith("request: blob:")]
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def folders(unbroken, tmp_path_factory) -> list[Path]:
 
 
 def report(out: Path, *folders: Path) -> Path:
-    done = heloco("report", *folders, "--out", out)
-    assert done.code == 0, done.err
+    result = heloco("report", *folders, "--out", out)
+    assert result.code == 0, result.err
     return out
 
 
@@ -86,9 +86,9 @@ def draw(page: Any) -> None:
 def page(browser, path) -> Iterator[Any]:
     """With every chart drawn; only to be looked at."""
     with watching(browser) as look:
-        made = look(path)
-        draw(made)
-        yield made
+        chart_page = look(path)
+        draw(chart_page)
+        yield chart_page
 
 
 def traces(page: Any, name: str, what: str) -> list[Any]:
@@ -195,9 +195,9 @@ def test_every_chart_has_words_a_table_and_a_csv(page, folders):
     header, *rows = Path(caught.value.path()).read_text().splitlines()
     assert header == "worker,of arrivals,of outer movement"
     assert [row.split(",")[0] for row in rows] == [f"worker {i} ({i + 1} s)" for i in range(5)]
-    written = page.evaluate("heloco.csv('scores')").splitlines()
-    assert written[0] == "panel,line,x,loss (nats per token)"
-    assert len(written) == 1 + 6 * len(evals(folders[0]))
+    csv_lines = page.evaluate("heloco.csv('scores')").splitlines()
+    assert csv_lines[0] == "panel,line,x,loss (nats per token)"
+    assert len(csv_lines) == 1 + 6 * len(evals(folders[0]))
 
 
 def test_nothing_offers_to_send_the_numbers_away(page):

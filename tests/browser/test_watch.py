@@ -49,8 +49,8 @@ def cut(path: Path, lines: int) -> None:
 def grow(folder: Path, finished: Path, lines: int | None = None) -> None:
     """The run goes on: whole lines are added to its files, as a run does it."""
     for name in ("tape.jsonl", "evals.jsonl"):
-        there = (folder / name).read_text().splitlines(keepends=True)
-        rest = (finished / name).read_text().splitlines(keepends=True)[len(there) :]
+        present_lines = (folder / name).read_text().splitlines(keepends=True)
+        rest = (finished / name).read_text().splitlines(keepends=True)[len(present_lines) :]
         with (folder / name).open("a") as file:
             file.writelines(rest[:lines])
 
@@ -61,12 +61,12 @@ def served(growing: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    found = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())
-    assert found
-    yield found[1]
+    match = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())
+    assert match
+    yield match[1]
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode in (0, 130) and said in ("", "heloco: interrupted.\n"), said
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode in (0, 130) and errors in ("", "heloco: interrupted.\n"), errors
 
 
 def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
@@ -113,18 +113,18 @@ def test_what_is_new_is_told_at_once(served: str, growing: Path, finished: Path)
 
 
 def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) -> None:
-    for seen in ("-7", "0", "17"):  # 17: of a process that showed the page before
-        _, data = next_event(get(served, "/events", {"Last-Event-ID": seen}))
+    for version in ("-7", "0", "17"):  # 17: of a process that showed the page before
+        _, data = next_event(get(served, "/events", {"Last-Event-ID": version}))
         assert len(losses(data)) == 3
     for path in ("/tape.jsonl", "/../config.toml", "/events/x"):
         assert get(served, path).status == 404
-    for seen in ("rubbish", "%C2%B2", "1" * 20):
-        assert get(served, f"/events?seen={seen}").status == 400
+    for version in ("rubbish", "%C2%B2", "1" * 20):
+        assert get(served, f"/events?seen={version}").status == 400
 
 
 def test_it_ends_without_a_traceback_while_pages_are_open(served: str) -> None:
     """`served` looks at what it says at its end; the streams are open until then."""
-    streams = [get(served, f"/events?seen={seen}") for seen in (-1, 0, 0)]
+    streams = [get(served, f"/events?seen={version}") for version in (-1, 0, 0)]
     assert len(losses(next_event(streams[0])[1])) == 3
     open_until_the_end.extend(streams)
 
@@ -174,8 +174,8 @@ def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path) 
     grow(growing, finished)
     rest = process.stdout.read()
     assert process.wait(timeout=20) == 0
-    told = re.findall(r"arrival +(\d+)/8", first + rest)
-    assert told == ["0", "2", "4", "6", "8"] and "Workers" in rest
+    arrivals = re.findall(r"arrival +(\d+)/8", first + rest)
+    assert arrivals == ["0", "2", "4", "6", "8"] and "Workers" in rest
 
 
 def test_a_run_is_whole_with_its_last_evaluation(growing: Path, finished: Path) -> None:
@@ -191,12 +191,12 @@ def test_a_run_is_whole_with_its_last_evaluation(growing: Path, finished: Path) 
 def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from heloco.cli.main import run
 
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert run(["watch", str(finished), "--port", str(taken.getsockname()[1])]) == 2
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert run(["watch", str(finished), "--port", str(listener.getsockname()[1])]) == 2
     assert "--port 0" in capsys.readouterr().err
-    for arguments, said in (
+    for arguments, sentence in (
         ([str(tmp_path)], "no run folder"),
         (["https://127.0.0.1:9"], "needs a token"),
         (["https://127.0.0.1:9", "--token", f"heloco-viewer.{'x' * 43}.{'0' * 64}"], "cannot be reached"),
@@ -206,7 +206,7 @@ def test_a_port_in_use_and_other_mistakes(finished: Path, capsys: pytest.Capture
         ([str(finished), "--host", "no.such.host.invalid"], "served"),
     ):
         assert run(["watch", *arguments]) == 2
-        assert said in capsys.readouterr().err
+        assert sentence in capsys.readouterr().err
 
 
 def test_a_tape_that_can_no_longer_be_read_is_said_on_the_page(served: str, growing: Path) -> None:

@@ -21,22 +21,22 @@ def tiny(cache: Path) -> tuple[Task, RunConfig]:  # noqa: ARG001
 
 @pytest.fixture
 def serve(tiny: tuple[Task, RunConfig], tmp_path: Path) -> Iterator[Serve]:
-    made: list[Served] = []
+    served_runs: list[Served] = []
 
     def begin(page: Any = None, **settings: Any) -> Served:
         task, config = tiny
-        folder = tmp_path / f"run-{len(made)}"
-        made.append(Served(new_run(task, with_fields(config, settings), folder), folder, page))
-        return made[-1]
+        folder = tmp_path / f"run-{len(served_runs)}"
+        served_runs.append(Served(new_run(task, with_fields(config, settings), folder), folder, page))
+        return served_runs[-1]
 
     yield begin
-    for served in made:
+    for served in served_runs:
         served.close()
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Programs]:  # noqa: ARG001
-    made = Programs(tmp_path_factory.mktemp("programs"))
-    yield made
-    for program in reversed(made.started):  # machines before those they would have to take leave of
+    launcher = Programs(tmp_path_factory.mktemp("programs"))
+    yield launcher
+    for program in reversed(launcher.programs):  # machines before those they would have to take leave of
         program.clear_away()

@@ -44,29 +44,29 @@ def folder(host):
 
 @pytest.fixture
 def machine(host):
-    made = []
+    links = []
 
     def join(name, token=None):
-        made.append(HttpsLink(host.address, token or host.token("worker")))
-        client = RunClient(made[-1], name, tell=lambda _: None, patience_s=5.0)
+        links.append(HttpsLink(host.address, token or host.token("worker")))
+        client = RunClient(links[-1], name, tell=lambda _: None, patience_s=5.0)
         client.join()
         return client
 
     yield join
-    for link in made:
+    for link in links:
         link.close()
 
 
 def said(*command):
-    done = heloco(*command)
-    assert done.code == 0, done.err
-    return done.out
+    result = heloco(*command)
+    assert result.code == 0, result.err
+    return result.out
 
 
 def refused(*command):
-    done = heloco(*command)
-    assert done.code == 2 and "Traceback" not in done.err, done
-    return done.err.replace("\n", " ")
+    result = heloco(*command)
+    assert result.code == 2 and "Traceback" not in result.err, result
+    return result.err.replace("\n", " ")
 
 
 # ---- tokens
@@ -125,12 +125,12 @@ def test_tokens_are_the_same_when_the_run_is_served_again(host, folder):
     before = [host.token(right) for right in RIGHTS]
     new = said("tokens", folder, "--new", "viewer").strip()
     host.close()
-    again = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
+    second_host = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
     try:
-        assert [again.token(right) for right in RIGHTS] == before
-        assert "arrivals" in said("status", again.address, "--token", new, "--json")
+        assert [second_host.token(right) for right in RIGHTS] == before
+        assert "arrivals" in said("status", second_host.address, "--token", new, "--json")
     finally:
-        again.close()
+        second_host.close()
 
 
 # ---- where a token may come from
@@ -155,10 +155,10 @@ def test_a_token_is_asked_for_at_a_terminal_and_does_not_show(host):
     command = [sys.executable, "-m", "heloco.cli", "status", host.address, "--json"]
     process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=theirs, start_new_session=True, text=True)
     os.close(theirs)
-    asked = b""
-    while not asked.rstrip().endswith(b":"):
-        asked += os.read(ours, 1000)
-    assert b"Token" in asked
+    prompt = b""
+    while not prompt.rstrip().endswith(b":"):
+        prompt += os.read(ours, 1000)
+    assert b"Token" in prompt
     os.write(ours, host.token("viewer").encode() + b"\n")
     out, _ = process.communicate()
     os.close(ours)
@@ -171,11 +171,11 @@ def test_a_token_is_asked_for_at_a_terminal_and_does_not_show(host):
 
 def test_an_evicted_machine_is_gone_for_good_and_the_others_do_not_notice(host, folder, machine):
     bad, good = machine("bad"), machine("good")
-    taken = bad.take()
+    taken_round = bad.take()
     assert f"heloco tokens {folder} --revoke" in said("evict", "bad", folder, "--reason", "it sends rubbish")
     assert [m.name for m in host.status().machines] == ["good"]
     with pytest.raises(Refused, match="it sends rubbish"):
-        bad.hand_in(taken.key, delta(1), report())
+        bad.hand_in(taken_round.key, delta(1), report())
     with pytest.raises(Refused, match="it sends rubbish"):
         RunClient(bad.link, "bad", returning=bad.joined.ticket, tell=lambda _: None).join()
     theirs = good.take()
@@ -197,19 +197,19 @@ def test_which_machine_is_meant(host, folder, machine):
 
 
 def test_a_machine_that_has_left_can_be_evicted_by_its_id(folder, machine):
-    gone = machine("gone")
-    gone.leave()
-    assert "may not come back" in said("evict", gone.joined.ticket.machine, folder, "--reason", "we know it")
+    client = machine("gone")
+    client.leave()
+    assert "may not come back" in said("evict", client.joined.ticket.machine, folder, "--reason", "we know it")
     with pytest.raises(Refused, match="we know it"):
-        RunClient(gone.link, "gone", returning=gone.joined.ticket, tell=lambda _: None).join()
+        RunClient(client.link, "gone", returning=client.joined.ticket, tell=lambda _: None).join()
 
 
 def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):
     client = machine("m")
-    taken = client.take()
+    taken_round = client.take()
     assert "unpause" in said("pause", folder, "--reason", "the room is hot")
     assert "the room is hot" in said("status", folder)
-    assert client.hand_in(taken.key, delta(1), report()).arrival == 1  # what is under way counts
+    assert client.hand_in(taken_round.key, delta(1), report()).arrival == 1  # what is under way counts
     answer = client.link.next_round(client.joined.ticket, 0.0)
     assert isinstance(answer, Wait) and answer.kind == "paused" and "the room is hot" in answer.text
     said("unpause", folder)
@@ -219,13 +219,13 @@ def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):
 def test_a_pause_by_hand_outlives_the_process(host, folder):
     said("pause", folder, "--reason", "for the night")
     host.close()
-    again = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
+    second_host = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
     try:
         assert "for the night" in said("status", folder)
         said("unpause", folder)
         assert "for the night" not in said("status", folder)
     finally:
-        again.close()
+        second_host.close()
 
 
 def test_a_run_is_stopped_from_its_folder(host, folder):

@@ -26,10 +26,10 @@ class Door:
     def __init__(self, places: Places) -> None:
         self.now_s = 0.0
         self.admission = Admission(places, clock=lambda: self.now_s)
-        self.ended: list[str] = []
+        self.ended_names: list[str] = []
 
     def arrive(self, address: str, name: str = "") -> Visitor | None:
-        return self.admission.arrive(address, lambda: self.ended.append(name or address))
+        return self.admission.arrive(address, lambda: self.ended_names.append(name or address))
 
     def admitted(self, address: str, name: str = "") -> Visitor:
         visitor = self.arrive(address, name)
@@ -43,9 +43,9 @@ SMALL = Places(strangers=6, strangers_per_address=3, admitted=4)
 def test_one_address_holds_few_places_and_only_old_ones_give_way():
     door = Door(SMALL)
     assert all(door.arrive("1.1.1.1", f"first-{i}") for i in range(3))
-    assert door.arrive("1.1.1.1") is None and not door.ended
+    assert door.arrive("1.1.1.1") is None and not door.ended_names
     door.now_s = UNDISTURBED_S
-    assert door.arrive("1.1.1.1", "fourth") and door.ended == ["first-0"]
+    assert door.arrive("1.1.1.1", "fourth") and door.ended_names == ["first-0"]
     assert door.arrive("2.2.2.2") and door.admission.strangers == 4
 
 
@@ -54,8 +54,8 @@ def test_when_all_places_are_taken_the_address_with_the_most_gives_one_up():
     for address in ("1.1.1.1", "2.2.2.2"):
         for i in range(3):
             assert door.arrive(address, f"{address} {i}")
-    assert door.arrive("3.3.3.3") and door.ended == ["1.1.1.1 0"]
-    assert door.arrive("4.4.4.4") and door.ended == ["1.1.1.1 0", "2.2.2.2 0"]
+    assert door.arrive("3.3.3.3") and door.ended_names == ["1.1.1.1 0"]
+    assert door.arrive("4.4.4.4") and door.ended_names == ["1.1.1.1 0", "2.2.2.2 0"]
     assert door.admission.strangers == 6
 
 
@@ -63,9 +63,9 @@ def test_among_many_addresses_with_one_place_each_only_old_ones_give_way():
     door = Door(SMALL)
     for i in range(6):
         assert door.arrive(f"1.1.1.{i}")
-    assert door.arrive("9.9.9.9") is None and not door.ended
+    assert door.arrive("9.9.9.9") is None and not door.ended_names
     door.now_s = UNDISTURBED_S
-    assert door.arrive("9.9.9.9") and len(door.ended) == 1
+    assert door.arrive("9.9.9.9") and len(door.ended_names) == 1
 
 
 def test_strangers_never_take_the_place_of_one_that_is_admitted():
@@ -77,7 +77,7 @@ def test_strangers_never_take_the_place_of_one_that_is_admitted():
         for i in range(10):
             door.arrive(f"2.2.2.{i}", "stranger")
     assert all(door.admission.admit(machine) for machine in machines)
-    assert set(door.ended) == {"stranger"} and door.admission.strangers <= 6
+    assert set(door.ended_names) == {"stranger"} and door.admission.strangers <= 6
 
 
 def test_among_the_admitted_whoever_holds_many_gives_up_the_one_that_was_quiet_for_longest():
@@ -87,7 +87,7 @@ def test_among_the_admitted_whoever_holds_many_gives_up_the_one_that_was_quiet_f
     door.admitted("2.2.2.2")
     door.admitted("3.3.3.3")
     door.admitted("4.4.4.4")
-    assert door.ended == ["many-1", "many-2", "many-3"] and door.admission.admitted == 4
+    assert door.ended_names == ["many-1", "many-2", "many-3"] and door.admission.admitted == 4
 
 
 def test_without_a_place_among_the_admitted_a_request_is_refused():
@@ -96,7 +96,7 @@ def test_without_a_place_among_the_admitted_a_request_is_refused():
     door.admitted("2.2.2.2")
     third = door.arrive("3.3.3.3")
     assert third is not None and not door.admission.admit(third)
-    assert not door.ended and not third.is_admitted
+    assert not door.ended_names and not third.is_admitted
 
 
 def test_who_leaves_makes_room_and_is_ended_no_more():
@@ -106,7 +106,7 @@ def test_who_leaves_makes_room_and_is_ended_no_more():
     for visitor in (machine, stranger):
         door.admission.leave(visitor)
         visitor.end()
-    assert (door.admission.strangers, door.admission.admitted, door.ended) == (0, 0, [])
+    assert (door.admission.strangers, door.admission.admitted, door.ended_names) == (0, 0, [])
 
 
 def test_an_address_that_comes_and_goes_without_credentials_has_to_wait():
@@ -157,8 +157,8 @@ print(before, descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def test_a_process_raises_its_limit_to_what_it_may_have():
-    done = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True)
-    assert done.stdout.split() == ["100", "777", "(777,", "777)"], done.stderr
+    result = subprocess.run([sys.executable, "-c", RAISED], capture_output=True, text=True)
+    assert result.stdout.split() == ["100", "777", "(777,", "777)"], result.stderr
 
 
 @pytest.mark.parametrize(

@@ -46,22 +46,22 @@ class Gate:
         credentials, page = Credentials.load_or_make(folder / "credentials"), live.app_of_folder(folder / "run")
         self.server = GatewayServer(self.host, credentials, "127.0.0.1", 0, page=page, places=PLACES)
         self.server.start()
-        self.opened: list[socket.socket] = []
+        self.sockets: list[socket.socket] = []
 
     def tcp(self, address: str) -> socket.socket:
-        self.opened.append(connect(self.server.port, address))
-        return self.opened[-1]
+        self.sockets.append(connect(self.server.port, address))
+        return self.sockets[-1]
 
     def tls(self, address: str) -> ssl.SSLSocket:
-        self.opened.append(made := unchecked().wrap_socket(self.tcp(address)))
-        return made
+        self.sockets.append(connection := unchecked().wrap_socket(self.tcp(address)))
+        return connection
 
     def machine(self) -> ssl.SSLSocket:
         """A connection that has shown the token."""
-        made = self.tls(MACHINE)
-        made.sendall(self.request())
-        assert answer_of(made).startswith(b"HTTP/1.1 200")
-        return made
+        connection = self.tls(MACHINE)
+        connection.sendall(self.request())
+        assert answer_of(connection).startswith(b"HTTP/1.1 200")
+        return connection
 
     def request(self, method: str = "GET", path: str = "/v1/clock", more: str = "") -> bytes:
         token = f"authorization: Bearer {self.secret('admin' if path in ADMINS else 'worker')}\r\n"
@@ -76,8 +76,8 @@ class Gate:
         return f"heloco-machine: {ticket.machine} {ticket.secret}\r\nheloco-run: {self.service.state.run_id}\r\n"
 
     def close(self) -> None:
-        for made in self.opened:
-            made.close()
+        for connection in self.sockets:
+            connection.close()
         self.server.stop()
         self.host.close()
 
@@ -87,9 +87,9 @@ def gate(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     if request.param == "uvloop":
         pytest.importorskip("uvloop", reason="uvloop is not installed")
     monkeypatch.setattr("heloco.cluster.gateway.connection.fastest_loop", lambda: request.param)
-    made = Gate(tmp_path)
-    yield made
-    made.close()
+    new_gate = Gate(tmp_path)
+    yield new_gate
+    new_gate.close()
 
 
 @pytest.fixture
@@ -99,12 +99,12 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def answer_of(connection: socket.socket) -> bytes:
     """One answer, with as much of a body as it says."""
-    found = b""
-    while b"\r\n\r\n" not in found:
+    data = b""
+    while b"\r\n\r\n" not in data:
         piece = connection.recv(4096)
-        assert piece, found
-        found += piece
-    head, _, body = found.partition(b"\r\n\r\n")
+        assert piece, data
+        data += piece
+    head, _, body = data.partition(b"\r\n\r\n")
     lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
     size = int(lengths[0].split(b":")[1]) if lengths else 0
     while len(body) < size:
@@ -125,12 +125,12 @@ def closes(connection: socket.socket, within_s: float = 20.0) -> bool:
 
 @pytest.mark.usefixtures("hasty")
 def test_who_shows_no_token_is_sent_away_whatever_it_does_instead(gate):
-    silent, greeted, asked, slow = gate.tcp(STRANGER), gate.tls(STRANGER), gate.tls(STRANGER), gate.tls(STRANGER)
-    asked.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert answer_of(asked).startswith(b"HTTP/1.1 401")
+    silent, greeter, asker, slow = gate.tcp(STRANGER), gate.tls(STRANGER), gate.tls(STRANGER), gate.tls(STRANGER)
+    asker.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert answer_of(asker).startswith(b"HTTP/1.1 401")
     slow.sendall(b"GET / HTTP/1.1\r\nx: y")
     machine = gate.machine()
-    assert all(closes(connection) for connection in (silent, greeted, asked, slow))
+    assert all(closes(connection) for connection in (silent, greeter, asker, slow))
     machine.sendall(gate.request())
     assert answer_of(machine).startswith(b"HTTP/1.1 200")
 
@@ -138,8 +138,8 @@ def test_who_shows_no_token_is_sent_away_whatever_it_does_instead(gate):
 def test_strangers_cannot_push_out_machines_and_one_address_cannot_push_out_others(gate):
     machines = [gate.machine() for _ in range(8)]
     for n in (1, 2, 3):
-        gate.opened += connect_many(gate.server.port, f"127.9.0.{n}", 30)
-    flood = gate.opened[16:]
+        gate.sockets += connect_many(gate.server.port, f"127.9.0.{n}", 30)
+    flood = gate.sockets[16:]
     other = gate.tls("127.10.0.1")
     other.sendall(gate.request())
     assert answer_of(other).startswith(b"HTTP/1.1 200")
@@ -154,7 +154,7 @@ def test_without_a_place_among_the_admitted_there_is_a_refusal_that_machines_und
     addresses = [f"127.{n}.0.1" for n in range(20, 41)]
     for address in addresses[:-1]:
         gate.tls(address).sendall(gate.request())
-        assert answer_of(gate.opened[-1]).startswith(b"HTTP/1.1 200")
+        assert answer_of(gate.sockets[-1]).startswith(b"HTTP/1.1 200")
     last = gate.tls(addresses[-1])
     last.sendall(gate.request())
     answer = answer_of(last)
@@ -175,9 +175,9 @@ def test_nothing_of_a_connection_that_is_over_stays_in_memory(gate):
     gc.disable()  # what only the collector would free may stay for hours
     try:
         for ending in ("close", "reset"):
-            made = [gate.machine() for _ in range(5)] + [gate.tls(STRANGER) for _ in range(3)]
+            open_connections = [gate.machine() for _ in range(5)] + [gate.tls(STRANGER) for _ in range(3)]
             assert connections() >= 8
-            for connection in made:
+            for connection in open_connections:
                 if ending == "reset":
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
                 connection.close()
@@ -187,7 +187,7 @@ def test_nothing_of_a_connection_that_is_over_stays_in_memory(gate):
 
 
 def connections() -> int:
-    return sum(type(found) is Connection for found in gc.get_objects())
+    return sum(type(instance) is Connection for instance in gc.get_objects())
 
 
 def test_it_stops_at_once_with_connections_in_every_state(gate):
@@ -211,8 +211,8 @@ def test_a_second_request_before_the_first_was_answered_is_refused_and_the_conne
         connection.sendall(first + second)
     else:
         waiting, shown = b'{"wait_s":5}', gate.ticket(join(gate))
-        taken = gate.request("POST", "/v1/round", f"{shown}content-length: {len(waiting)}\r\n") + waiting
-        connection.sendall(taken)
+        round_request = gate.request("POST", "/v1/round", f"{shown}content-length: {len(waiting)}\r\n") + waiting
+        connection.sendall(round_request)
         connection.sendall(second)
     answer = answer_of(connection)
     assert answer.startswith(b"HTTP/1.1 400") and PIPELINED.encode() in answer and closes(connection)
@@ -275,10 +275,10 @@ def strangers_request(more: str) -> bytes:
     return f"POST /v1/beat HTTP/1.1\r\nhost: x\r\n{more}\r\n".encode()
 
 
-@pytest.mark.parametrize("seen", ["²", "%C2%B2", "%D9%A3", "1e3", "--1", "1" * 30, "%00", "x", "", "1_0", "-"])
-def test_what_a_page_has_seen_is_a_number_or_refused(gate, seen):
+@pytest.mark.parametrize("version", ["²", "%C2%B2", "%D9%A3", "1e3", "--1", "1" * 30, "%00", "x", "", "1_0", "-"])
+def test_what_a_page_has_seen_is_a_number_or_refused(gate, version):
     connection = gate.tls(MACHINE)
-    connection.sendall(f"GET /page/events?key={gate.secret('viewer')}&seen={seen} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    connection.sendall(f"GET /page/events?key={gate.secret('viewer')}&seen={version} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
     assert answer_of(connection).startswith(b"HTTP/1.1 400")
 
 

@@ -53,8 +53,8 @@ class Disk:
             if now == durable:
                 continue
             if now.startswith(durable):
-                kept = draw.randrange(len(durable), len(now) + 1)
-                path.write_bytes(now[:kept] + bytes(draw.choice([0, len(now) - kept])))
+                size = draw.randrange(len(durable), len(now) + 1)
+                path.write_bytes(now[:size] + bytes(draw.choice([0, len(now) - size])))
             else:
                 path.write_bytes(draw.choice([now, durable, now[: len(now) // 2] + bytes(len(now) - len(now) // 2)]))
 
@@ -228,7 +228,7 @@ def test_a_journal_that_fills_the_disk_is_pruned_before_the_run_pauses(small_dis
     for seed in range(60):
         hand.work(seed)
         service.housekeeping.tick()
-    kept = contribution_numbers(small_disk / "run" / FOLDER)
+    numbers = contribution_numbers(small_disk / "run" / FOLDER)
     fill_disk(small_disk / "ballast", room=0)
     for second in range(40):
         clock.now += 1.0
@@ -236,13 +236,13 @@ def test_a_journal_that_fills_the_disk_is_pruned_before_the_run_pauses(small_dis
         service.housekeeping.tick()
         if second < 30:
             assert service.state.paused.kind == "space"
-            assert contribution_numbers(small_disk / "run" / FOLDER) == kept
+            assert contribution_numbers(small_disk / "run" / FOLDER) == numbers
     for _ in range(100_000):  # files are removed in the background
         clock.now += 1e-6
         service.housekeeping.tick()
         if service.state.paused is None:
             break
-    assert service.state.paused is None and len(contribution_numbers(small_disk / "run" / FOLDER)) < len(kept)
+    assert service.state.paused is None and len(contribution_numbers(small_disk / "run" / FOLDER)) < len(numbers)
     assert hand.work(99).verdict == "applied"
     (small_disk / "ballast").unlink()
     service.close()
@@ -259,14 +259,14 @@ def thin_disk(tmp_path):
     undo = []
 
     def do(*command, undo_with=None):
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        if done.returncode:
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if result.returncode:
             for step in reversed(undo):
                 subprocess.run(step, capture_output=True)
-            pytest.skip(f"a thin disk cannot be made here: {done.stderr.strip()[:200]}")
+            pytest.skip(f"a thin disk cannot be made here: {result.stderr.strip()[:200]}")
         if undo_with:
             undo.append(list(map(str, undo_with)))
-        return done.stdout.strip()
+        return result.stdout.strip()
 
     do("mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", backing, undo_with=("umount", backing))
     image = backing / "image"
@@ -389,8 +389,8 @@ def test_what_can_be_made_again_is_made_again(stopped, tmp_path, damage):
     service = opened(folder, checkpoint_every=4, arrivals=100)
     assert service.state.run.digest() == digest
     assert lines(folder / "tape.jsonl") == lines(original / "tape.jsonl")
-    [(_, held)] = service.state.run.synchronizer.held.items()
-    assert service.state.starts.path(held.version).read_bytes() == start_file(original).read_bytes()
+    [(_, round_under_way)] = service.state.run.synchronizer.held.items()
+    assert service.state.starts.path(round_under_way.version).read_bytes() == start_file(original).read_bytes()
     assert Hand(service, "another").work(99).arrival == len(acks) + 1
     service.close()
     assert replay(RunFolder.open(folder), None).difference == ""

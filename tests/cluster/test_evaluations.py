@@ -127,15 +127,15 @@ def test_an_evaluation_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, undis
 
 
 @pytest.mark.parametrize("checkpoint_every", [0, 3])
-@pytest.mark.parametrize("made_before", [0, 1, 3])
-def test_a_restart_goes_on_with_the_evaluations_that_are_due(tmp_path, undisturbed, checkpoint_every, made_before):
-    gate, folder = Gate(after=made_before), tmp_path / "run"
+@pytest.mark.parametrize("evaluation_count", [0, 1, 3])
+def test_a_restart_goes_on_with_the_evaluations_that_are_due(tmp_path, undisturbed, checkpoint_every, evaluation_count):
+    gate, folder = Gate(after=evaluation_count), tmp_path / "run"
     service = served(folder, task(gate), checkpoint_every=checkpoint_every)
     contribute_with_checkpoints(service, 8)
     assert gate.has_begun.wait(60)
     threading.Timer(0.1, gate.may_end.set).start()  # closing it waits for the one under way, which is then not recorded
     service.close()
-    assert [line["arrival"] for line in evaluations(folder)] == [0, 2, 4, 6, 8][:made_before]
+    assert [line["arrival"] for line in evaluations(folder)] == [0, 2, 4, 6, 8][:evaluation_count]
     service = served(folder, task())
     contribute(service, 4, 8)
     service.state.run.finish_evaluations()
@@ -342,15 +342,15 @@ def test_a_large_model_is_evaluated_in_another_process_with_the_same_scores(tmp_
     path = tmp_path / "model.safetensors"
     with path.open("wb", buffering=0) as file:
         write(file, Layout.of(tensors), tensors)
-    here, elsewhere = ScorerHere(task, torch.device("cpu"))(path), ScorerProcess(config)
-    assert elsewhere(path) == here
-    pid = elsewhere.pid
+    scores, scorer = ScorerHere(task, torch.device("cpu"))(path), ScorerProcess(config)
+    assert scorer(path) == scores
+    pid = scorer.pid
     ours = os.getpriority(os.PRIO_PROCESS, 0)
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, ours + 10)
     os.kill(pid, signal.SIGKILL)
-    assert elsewhere(path) == here and elsewhere.pid != pid
-    pid = elsewhere.pid
-    elsewhere.close()
+    assert scorer(path) == scores and scorer.pid != pid
+    pid = scorer.pid
+    scorer.close()
     assert not Path(f"/proc/{pid}").exists()
 
 

@@ -107,8 +107,8 @@ def test_a_round_that_is_never_handed_in_expires_whatever_its_machine_says(tmp_p
     for _ in range(15):
         pass_time(service, clock, 4, talker, honest, steps=steps)
         works(honest, clock, 0.0)
-    held = service.state.roster.present.get(talker.id)
-    assert held is None or held.round is None
+    machine = service.state.roster.present.get(talker.id)
+    assert machine is None or machine.round is None
     assert abandoned(service)[0] in ("expired", "lost")
 
 

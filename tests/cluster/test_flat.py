@@ -38,11 +38,11 @@ def restart_reads(folder: Path, copy: Path, digest: str) -> int:
     """Bytes that a restart reads of what a kill would leave now."""
     shutil.copytree(folder, copy)
     before = bytes_read()
-    again = opened(copy, Clock(), **SETTINGS)
-    read = bytes_read() - before
-    assert again.state.run is not None and again.state.run.digest() == digest
-    again.close()
-    return read
+    service = opened(copy, Clock(), **SETTINGS)
+    read_size = bytes_read() - before
+    assert service.state.run is not None and service.state.run.digest() == digest
+    service.close()
+    return read_size
 
 
 def bytes_read() -> int:
@@ -58,21 +58,21 @@ def growth(folder: Path) -> tuple[list[int], int]:
     machines = [Hand(service, f"machine-{i}") for i in range(MACHINES)]
     tracemalloc.start(1)
     contribute(service, machines, FIRST)
-    read = restart_reads(folder / "run", folder / "first", run.digest())
-    held = [held_bytes()]
+    first_read_size = restart_reads(folder / "run", folder / "first", run.digest())
+    memory_sizes = [held_bytes()]
     for _ in range(3):
         contribute(service, machines, THEN)
-        held.append(held_bytes())
+        memory_sizes.append(held_bytes())
     tracemalloc.stop()
-    read_then = restart_reads(folder / "run", folder / "then", run.digest())
+    last_read_size = restart_reads(folder / "run", folder / "then", run.digest())
     service.close()
-    return [after - before for before, after in pairwise(held)], read_then - read
+    return [after - before for before, after in pairwise(memory_sizes)], last_read_size - first_read_size
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not tell what a process reads")
 def test_memory_and_what_a_restart_reads_do_not_grow_with_arrivals(tmp_path):
     # In a process of its own: threads and caches that earlier tests left would be counted as well.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-        held_more, read_more = alone.submit(growth, tmp_path).result()
-    assert min(held_more) < 40 * THEN  # what is kept of each arrival would show each time
-    assert read_more < 8 * 3 * THEN
+        memory_growths, read_growth = alone.submit(growth, tmp_path).result()
+    assert min(memory_growths) < 40 * THEN  # what is kept of each arrival would show each time
+    assert read_growth < 8 * 3 * THEN

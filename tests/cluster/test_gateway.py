@@ -123,14 +123,14 @@ class Proxy:
 
 @pytest.fixture
 def proxied() -> Iterator[Callable[..., Proxy]]:
-    made: list[Proxy] = []
+    proxies: list[Proxy] = []
 
     def begin(*arguments: Any, **options: Any) -> Proxy:
-        made.append(Proxy(*arguments, **options))
-        return made[-1]
+        proxies.append(Proxy(*arguments, **options))
+        return proxies[-1]
 
     yield begin
-    for proxy in made:
+    for proxy in proxies:
         proxy.close()
 
 
@@ -155,20 +155,20 @@ def _train(tiny: tuple[Task, RunConfig], link: Any, name: str, **options: Any) -
 
 
 def test_one_machine_over_https_computes_what_it_computes_here_to_the_bit(serve, tiny):
-    here, there = serve(arrivals=8), serve(arrivals=8)
-    _train(tiny, LocalLink(here.service), "m")
-    _train(tiny, there.link(), "m")
-    assert [line["digest"] for line in tape(here.folder)] == [line["digest"] for line in tape(there.folder)]
-    assert here.digest() == there.digest()
+    local_run, remote_run = serve(arrivals=8), serve(arrivals=8)
+    _train(tiny, LocalLink(local_run.service), "m")
+    _train(tiny, remote_run.link(), "m")
+    assert [line["digest"] for line in tape(local_run.folder)] == [line["digest"] for line in tape(remote_run.folder)]
+    assert local_run.digest() == remote_run.digest()
 
 
 def test_a_machine_evaluates_over_https_what_the_synchronizer_would_have_found(serve, tiny):
-    here, there = serve(arrivals=8, eval_every=2), serve(arrivals=8, eval_every=2)
-    for served, evaluates in ((here, False), (there, True)):
+    synchronizers_run, machines_run = serve(arrivals=8, eval_every=2), serve(arrivals=8, eval_every=2)
+    for served, evaluates in ((synchronizers_run, False), (machines_run, True)):
         served.service.state.run.finish_evaluations()
         assert _train(tiny, served.link(), "m", evaluates=evaluates) == "The run has ended: all arrivals are in"
         served.service.finish_evaluations()
-    by_synchronizer, by_machine = evals(here.folder), evals(there.folder)
+    by_synchronizer, by_machine = evals(synchronizers_run.folder), evals(machines_run.folder)
     assert [line.pop("machine", "")[:2] for line in by_machine] == ["", "m#", "m#", "m#", "m#"]
     for line in (*by_synchronizer, *by_machine):
         del line["time_s"]
@@ -253,8 +253,8 @@ def test_the_gateway_speaks_no_old_tls(served):
 
 
 def test_no_gateway_at_the_address_is_to_be_tried_again(served):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with pytest.raises(LinkDown, match="cannot be reached"):
         served.link(port).describe()
 
@@ -263,9 +263,9 @@ def test_no_gateway_at_the_address_is_to_be_tried_again(served):
 
 
 def test_credentials_are_made_once_and_are_their_owners_alone(tmp_path):
-    made = Credentials.load_or_make(tmp_path / "credentials", ["head", "10.0.0.7", "::1"])
-    again = Credentials.load_or_make(tmp_path / "credentials")
-    assert made.fingerprint == again.fingerprint
+    credentials = Credentials.load_or_make(tmp_path / "credentials", ["head", "10.0.0.7", "::1"])
+    reloaded_credentials = Credentials.load_or_make(tmp_path / "credentials")
+    assert credentials.fingerprint == reloaded_credentials.fingerprint
     assert stat.S_IMODE((tmp_path / "credentials").stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "credentials").iterdir()} == {0o600}
 
@@ -293,12 +293,12 @@ def _write_pair(folder: Path, begin_days: int, end_days: int) -> dict[str, str]:
 
 
 def test_our_certificate_outlives_every_run_and_stays_even_where_an_old_one_has_expired(tmp_path):
-    made = Credentials.load_or_make(tmp_path)
-    ends = ssl._ssl._test_decode_cert(str(made.certificate))["notAfter"]  # type: ignore[attr-defined]
+    credentials = Credentials.load_or_make(tmp_path)
+    ends = ssl._ssl._test_decode_cert(str(credentials.certificate))["notAfter"]  # type: ignore[attr-defined]
     assert ends == "Dec 31 23:59:59 9999 GMT"
     _write_pair(tmp_path, -400, -30)
     old = Credentials.load_or_make(tmp_path)
-    assert old.fingerprint != made.fingerprint
+    assert old.fingerprint != credentials.fingerprint
     assert Credentials.load_or_make(tmp_path) == old
 
 
@@ -346,8 +346,8 @@ def test_missing_packages_are_named_with_the_remedy():
 def test_the_links_side_loads_no_server_and_the_package_neither():
     heavy = ("uvicorn", "starlette", "httpx", "cryptography")
     code = f"import heloco.cluster.gateway.https_link, sys; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 # ---- listening
@@ -424,8 +424,8 @@ def test_another_models_layout_is_refused_by_name(served):
 
 def test_another_version_of_heloco_is_refused(served):
     with served.raw() as client:
-        said = {"name": "m", "version": "99.0.0"}
-        answer = client.post("/v1/join", json=said)
+        request = {"name": "m", "version": "99.0.0"}
+        answer = client.post("/v1/join", json=request)
     assert (answer.status_code, answer.json()["code"]) == (409, "version")
 
 
@@ -433,8 +433,11 @@ def test_other_runs_other_machines_and_other_times_are_refused_by_code(served):
     ours, theirs = Machine(served.link(), "a"), Machine(served.link(), "b")
     key, other = ours.take(), theirs.take()
     late, next_round = key._replace(version=7), key._replace(round=9)
-    for asked, code in ((other, Code.NOT_HELD), (late, Code.FUTURE), (next_round, Code.NOT_HELD)):
-        for ask in (lambda asked=asked: ours.hand_in(asked, ours.delta()), lambda asked=asked: ours.fetch(asked)):
+    for round_key, code in ((other, Code.NOT_HELD), (late, Code.FUTURE), (next_round, Code.NOT_HELD)):
+        for ask in (
+            lambda round_key=round_key: ours.hand_in(round_key, ours.delta()),
+            lambda round_key=round_key: ours.fetch(round_key),
+        ):
             with pytest.raises(Refused) as refused:
                 ask()
             assert refused.value.code is code
@@ -518,8 +521,8 @@ def test_a_worker_with_its_own_ticket_acts_for_itself_and_for_nobody_else(served
 
 def test_a_revoked_token_lets_nobody_in_and_its_machines_are_sent_away(served):
     admin = served.link(right="admin")
-    told = admin.new_token("worker", "for the other site")
-    link = served.link(token=told.token)
+    answer = admin.new_token("worker", "for the other site")
+    link = served.link(token=answer.token)
     machine = Machine(link, "guest")
     assert [(t.id, t.machines) for t in admin.tokens().tokens if t.right == "worker"] == [("worker-1", 0), ("worker-2", 1)]
     assert all(not token.token for token in admin.tokens().tokens)
@@ -592,8 +595,8 @@ def test_what_was_changed_on_its_way_is_sent_again(served):
     content = bytearray(machine.content(delta))
     content[-1] ^= 1
     with served.raw(ticket=machine.ticket) as client:
-        sent = client.put("/v1/contribution", params=key._asdict() | {"offset": 0}, content=bytes(content))
-        assert sent.json()["size"] == len(content)
+        upload = client.put("/v1/contribution", params=key._asdict() | {"offset": 0}, content=bytes(content))
+        assert upload.json()["size"] == len(content)
         commit = machine.commit(key, delta)
         answer = client.post("/v1/contribution/commit", json=commit)
         assert (answer.status_code, answer.json()["code"]) == (422, "corrupted")
@@ -642,10 +645,10 @@ def test_a_download_goes_on_where_it_was_cut_and_is_the_same(served, proxied):
     proxy = proxied(served.port, down=[50_000, 50_000])
     link = served.link(proxy.port)
     link.describe()
-    found = whole.fetch(key, link)
+    tensors = whole.fetch(key, link)
     assert proxy.struck == 2
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    found["parameter.0"].zero_()  # it is the machine's own
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    tensors["parameter.0"].zero_()  # it is the machine's own
     assert torch.equal(whole.fetch(key)["parameter.0"], expected["parameter.0"])
 
 
@@ -658,10 +661,10 @@ def test_a_download_goes_on_in_the_next_call_too(served, proxied):
     with pytest.raises(LinkDown):
         machine.fetch(key, link)
     before = proxy.passed["down"]
-    found = machine.fetch(key, link)
+    tensors = machine.fetch(key, link)
     assert proxy.passed["down"] - before < machine.layout.size - 10_000  # not all of it came again
     expected = machine.fetch(key)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("direction", ["up", "down"])
@@ -699,13 +702,13 @@ def test_a_connection_that_says_nothing_is_closed(served, monkeypatch):
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     whole = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-    for answered, said in ((b"", b""), (b"", whole[:-2]), (whole, b"GET / HT"), (whole, b"")):
+    for request, fragment in ((b"", b""), (b"", whole[:-2]), (whole, b"GET / HT"), (whole, b"")):
         with context.wrap_socket(socket.create_connection(("127.0.0.1", served.port), timeout=10)) as quiet:
-            if answered:
-                quiet.sendall(answered)
+            if request:
+                quiet.sendall(request)
                 assert quiet.recv(1000).startswith(b"HTTP/1.1 401")
-            quiet.sendall(said)
-            if said or not answered:
+            quiet.sendall(fragment)
+            if fragment or not request:
                 with contextlib.suppress(ConnectionResetError, ssl.SSLError):
                     assert quiet.recv(1000) == b""
 
@@ -760,8 +763,8 @@ def test_beats_are_answered_while_the_synchronizer_is_busy(served, monkeypatch):
             assert served.other_link().next_round(machine.ticket, 0).kind == "busy"
             for steps in range(20):
                 assert machine.link.beat(machine.ticket, steps).round == key
-            again = threads.submit(client.post, "/v1/contribution/commit", json=commit)
-        assert again.result().status_code in (200, 202)
+            second_commit = threads.submit(client.post, "/v1/contribution/commit", json=commit)
+        assert second_commit.result().status_code in (200, 202)
         while (answer := client.post("/v1/contribution/commit", json=commit)).status_code == 202:
             pass
     assert answer.json()["verdict"] == "applied"
@@ -832,9 +835,9 @@ def test_a_model_comes_in_through_the_gateway_and_goes_on_where_it_was_cut(exter
     assert refused.value.code is Code.MODEL and proxy.struck == 1
     member.send_model(layout, model, ["a", "b", "c"])
     member.send_model(layout, model, ["a", "b", "c"])  # it has one now, and that is no mistake
-    taken = member.take()
-    assert taken is not None
-    assert all(torch.equal(taken.start[name], model[name]) for name in model)
+    taken_round = member.take()
+    assert taken_round is not None
+    assert all(torch.equal(taken_round.start[name], model[name]) for name in model)
     member.leave()
 
 
@@ -854,8 +857,8 @@ def test_a_large_body_needs_little_memory_on_its_way_in_and_out(external):
         def up() -> None:
             assert client.post("/v1/model", json={"layout": layout.as_json()}).json()["size"] == 0
             length = {"content-length": str(layout.size)}
-            sent = client.put("/v1/model", params={"offset": 0}, content=body(), headers=length)
-            assert sent.json()["size"] == layout.size
+            upload = client.put("/v1/model", params={"offset": 0}, content=body(), headers=length)
+            assert upload.json()["size"] == layout.size
 
         def down() -> None:
             key = link.next_round(ticket, 5).key
@@ -878,8 +881,8 @@ def _growth(work: Callable[[], None]) -> float:
         pytest.skip("the peak of a process's memory cannot be reset here")
 
     def value(name: str) -> int:
-        found = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-        return int(found[0].split()[1]) * 1024
+        lines = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+        return int(lines[0].split()[1]) * 1024
 
     Path("/proc/self/clear_refs").write_text("5")
     before = value("VmRSS:")

@@ -66,10 +66,10 @@ class Sender:
         """Whatever comes back before the gateway ends the connection, or after one answer."""
         with self.context.wrap_socket(socket.create_connection(("127.0.0.1", self.port), timeout=20)) as plain:
             plain.sendall(text)
-            found = b""
-            while b"\r\n\r\n" not in found and (piece := plain.recv(4096)):
-                found += piece
-            return found
+            answer = b""
+            while b"\r\n\r\n" not in answer and (piece := plain.recv(4096)):
+                answer += piece
+            return answer
 
 
 class Malformed:
@@ -183,24 +183,26 @@ class Malformed:
         return "POST", path, self.random.choice([b"", b"\xef\xbb\xbf", b"\xff\xfe"]) + text, {}
 
     def wrong_query(self) -> Request:
-        (method, path), asked = self.random.choice(list(self.queries.items()))
-        asked = dict(asked)
-        name = self.random.choice(list(asked))
+        (method, path), parameters = self.random.choice(list(self.queries.items()))
+        parameters = dict(parameters)
+        name = self.random.choice(list(parameters))
         kind = self.random.randrange(4)
         if kind == 0:
-            asked.pop(name)
+            parameters.pop(name)
         elif kind == 1:
-            asked[name] = self.random.choice(["-1", "1e3", "0x1", " 1", "９", "1" * 30, "", "a\x00b", "\x7f", "1_0", "+1", "nan"])
+            parameters[name] = self.random.choice(
+                ["-1", "1e3", "0x1", " 1", "９", "1" * 30, "", "a\x00b", "\x7f", "1_0", "+1", "nan"]
+            )
         elif kind == 2:
-            asked["more"] = 1
+            parameters["more"] = 1
         else:
             query = quote(self._bytes(), safe="&=;%+")
             return method, f"{path}?{query}&{name}", b"x" if method == "PUT" else b"", {}
-        return method, f"{path}?{urlencode(asked)}", b"x" if method == "PUT" else b"", {}
+        return method, f"{path}?{urlencode(parameters)}", b"x" if method == "PUT" else b"", {}
 
     def wrong_place(self) -> Request:
         """Well formed, but of another machine, another run, another time."""
-        (method, path), asked = self.random.choice([item for item in self.queries.items() if "worker" in item[1]])
+        (method, path), parameters = self.random.choice([item for item in self.queries.items() if "worker" in item[1]])
         wrong: dict[str, Any] = self.random.choice([
             {}, {"version": self.random.randint(1, 2**53)}, {"round": self.random.randint(1, 2**53)},
             {"worker": self.random.randint(3, 2**31)},
@@ -210,28 +212,30 @@ class Malformed:
             {"heloco-machine": "x" * 5000}, {"heloco-machine": " "}, {"heloco-run": "\u00fc"},
         ]  # fmt: skip
         headers = {} if wrong else self.random.choice(others)
-        return method, f"{path}?{urlencode(asked | wrong)}", self._bytes() if method == "PUT" else b"", headers
+        return method, f"{path}?{urlencode(parameters | wrong)}", self._bytes() if method == "PUT" else b"", headers
 
     def wrong_tensors(self) -> Request:
         """To the round that is held: another model's, too long, at the wrong place, too early a commit."""
-        asked = dict(self.queries["PUT", "/v1/contribution"])
+        parameters = dict(self.queries["PUT", "/v1/contribution"])
         kind = self.random.randrange(4)
         body = bytearray(self.file[: self.random.randint(1, self.header)])
         if kind == 0:
             at = self.random.randrange(len(body))
             body[at] ^= self.random.randint(1, 255)
         elif kind == 1:
-            asked["offset"] = self.random.choice([1, len(self.file), len(self.file) + 1, 2**50, self.random.randint(1, 2**53)])
+            parameters["offset"] = self.random.choice(
+                [1, len(self.file), len(self.file) + 1, 2**50, self.random.randint(1, 2**53)]
+            )
         elif kind == 2:
             body = bytearray(self.file + self._bytes())
         else:
             commit = self.bodies["/v1/contribution/commit"] | {"digest": self.random.randbytes(16).hex()}
             return "POST", "/v1/contribution/commit", json.dumps(commit).encode(), {}
-        return "PUT", f"/v1/contribution?{urlencode(asked)}", bytes(body), {}
+        return "PUT", f"/v1/contribution?{urlencode(parameters)}", bytes(body), {}
 
     def wrong_path(self) -> Request:
-        known = [*self.bodies, *[path for _, path in self.queries], "/v1/describe", "/v1/status", "/v1/clock"]
-        path = self.random.choice(known)
+        paths = [*self.bodies, *[path for _, path in self.queries], "/v1/describe", "/v1/status", "/v1/clock"]
+        path = self.random.choice(paths)
         kind = self.random.randrange(4)
         if kind == 0:
             return self.random.choice(["DELETE", "PATCH", "OPTIONS", "TRACE", "PROPFIND"]), path, b"", {}
@@ -255,9 +259,9 @@ class Malformed:
         if kind == 1:
             return "POST", path, f"{len(text):x}\r\n".encode() + text + b"\r\n0\r\n\r\n", {"transfer-encoding": "chunked"}
         if kind == 2:
-            asked = urlencode(self.queries["GET", "/v1/start"])
+            query = urlencode(self.queries["GET", "/v1/start"])
             wrong = ["bytes=-1", "bytes=1-2", "bytes=0-0,5-9", "x", "bytes=99999999999-", "bytes=" + "1" * 40 + "-", "items=0-"]
-            return "GET", f"/v1/start?{asked}", b"", {"range": self.random.choice(wrong)}
+            return "GET", f"/v1/start?{query}", b"", {"range": self.random.choice(wrong)}
         if kind == 3:
             announced = {"content-length": str(self.random.choice([5_000_000, 10**15, 10**18]))}  # and nothing of it sent
             return (

@@ -49,8 +49,8 @@ def test_coming_back_takes_the_secret_and_without_it_one_is_somebody_else(tmp_pa
     thief = Hand(service, "victim", Ticket(machine=victim.id, secret="guessed"))
     assert thief.id != victim.id and thief.ticket.secret != victim.ticket.secret
     assert victim.hand_in(delta(1)).verdict == "applied"
-    again = Hand(service, "victim", victim.ticket)
-    assert again.ticket == victim.ticket
+    returning_victim = Hand(service, "victim", victim.ticket)
+    assert returning_victim.ticket == victim.ticket
 
 
 def test_secrets_hold_over_a_restart_and_are_not_in_the_runs_folder(tmp_path):
@@ -71,7 +71,7 @@ def test_an_evicted_machine_loses_its_round_and_never_comes_back_under_its_id(tm
     clock = Clock()
     service = opened(tmp_path / "run", clock)
     bad, good = Hand(service, "bad"), Hand(service, "good")
-    held = bad.take()
+    lost_round = bad.take()
     service.members.evict(bad.id, "it sends rubbish")
     assert refused_with(bad.take) is Code.BARRED and refused_with(bad.join) is Code.BARRED
     workers = set()
@@ -80,7 +80,7 @@ def test_an_evicted_machine_loses_its_round_and_never_comes_back_under_its_id(tm
         assert isinstance(answer, Assignment)
         workers.add(answer.worker)
         good.hand_in(delta(seed))
-    assert held.worker in workers
+    assert lost_round.worker in workers
     service.close()
     service = bad.service = opened(tmp_path / "run", clock)
     assert refused_with(bad.join) is Code.BARRED
@@ -111,14 +111,14 @@ def test_a_process_that_is_started_again_is_the_same_machine_and_two_at_a_time_a
     assert second.ticket is None  # the first is still here
     second.keep(Ticket(machine="host#2", secret="t"))
     first.close()
-    again = MachineIdentity("run", "host")
-    assert again.ticket == ticket
+    third = MachineIdentity("run", "host")
+    assert third.ticket == ticket
     assert MachineIdentity("another-run", "host").ticket is None
     assert MachineIdentity(None, "host").ticket is None
     files = [path for path in (tmp_path / "machines").rglob("*") if path.is_file()]
     assert files and all(path.stat().st_mode & 0o777 == 0o600 for path in files)
     (tmp_path / "machines" / "run" / "host-0").write_text("rubbish")
-    again.close()
+    third.close()
     assert MachineIdentity("run", "host").ticket is None
 
 

@@ -45,20 +45,20 @@ DEADLINE_S = 60.0
 
 
 def config(**fields: Any) -> RunConfig:
-    given = {"task": "external", "inner_steps": 3, "arrivals": 4, "paces": [1.0], "method": "heloco-ramp", "device": "cpu"}
-    return resolve(with_fields(RunConfig(), given | fields))
+    defaults = {"task": "external", "inner_steps": 3, "arrivals": 4, "paces": [1.0], "method": "heloco-ramp", "device": "cpu"}
+    return resolve(with_fields(RunConfig(), defaults | fields))
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    made: list[Service] = []
+    services: list[Service] = []
 
     def start(folder: str = "run", **fields: Any) -> Service:
-        made.append(external_run(config(**fields), tmp_path / folder))
-        return made[-1]
+        services.append(external_run(config(**fields), tmp_path / folder))
+        return services[-1]
 
     yield start
-    for service in made:
+    for service in services:
         service.close()
 
 
@@ -213,15 +213,15 @@ def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
     service = serve(inner_steps=10, arrivals=14, paces=[1.0, 1.0], min_workers=2, participation=100)
     links = [Heard(service), Heard(service)]
     script = example("plain_loop")
-    done = in_threads(*(lambda i=i: script.train(links[i], steps=400, seed=i) for i in range(2)))
+    results = in_threads(*(lambda i=i: script.train(links[i], steps=400, seed=i) for i in range(2)))
 
     lines = tape(service)
     assert [line["arrival"] for line in lines] == list(range(1, 15)) and service.state.ended.kind == "finished"
     assert {line["worker"] for line in lines} == {0, 1} and len({line["machine"] for line in lines}) == 2
     assert all((line["inner_steps"], line["samples"]) == (10, 160) for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
-    carried = {key: found for link in links for key, found in link.contributions.items()}
-    for model, losses in done:
+    carried = {key: tensors for link in links for key, tensors in link.contributions.items()}
+    for model, losses in results:
         assert len(losses) < 400 and losses[-1] < losses[0] - 0.3
         assert_same(values(model), outer(service))
 
@@ -231,8 +231,8 @@ def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
     for line in lines:
         key = (line["worker"], line["round"], line["version"])
         rule.step(weight=line["weight"], pseudo_gradients=carried[key])
-        told = next(link.reports[key] for link in links if key in link.reports)
-        assert told.loss == line["loss"] and told.last_loss == line["last_loss"]
+        report = next(link.reports[key] for link in links if key in link.reports)
+        assert report.loss == line["loss"] and report.last_loss == line["last_loss"]
     assert_same(theta, outer(service))
 
 
@@ -297,8 +297,8 @@ def test_when_the_run_ends_the_loop_ends(serve, capsys):
                 continue
         after = True
     assert steps == 6 and not after and run.ended and not optimizer._optimizer_step_post_hooks
-    said = capsys.readouterr().out.splitlines()
-    assert said == [
+    output_lines = capsys.readouterr().out.splitlines()
+    assert output_lines == [
         "Joined this process as worker 0 of 1, 2 steps a round.",
         "The run has ended: all arrivals are in. After 3 contributions from here; its model is loaded.",
     ]
@@ -367,13 +367,13 @@ def test_its_model_may_be_out_of_reach(serve):
         def fetch_final(self, *_: Any) -> dict[str, Tensor]:
             raise LinkDown("gone.")
 
-    service, said = serve(inner_steps=2, arrivals=1), []
+    service, messages = serve(inner_steps=2, arrivals=1), []
     model = net()
     optimizer = adam(model)
-    with heloco.join(NoFinal(service), model, optimizer, tell=said.append):
+    with heloco.join(NoFinal(service), model, optimizer, tell=messages.append):
         for batch in batches():
             step(model, optimizer, batch)
-    assert said[-1].endswith("its model is out of reach, so this machine's own stays.")
+    assert messages[-1].endswith("its model is out of reach, so this machine's own stays.")
 
 
 # ---- leaving
@@ -408,24 +408,24 @@ def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, how, capsy
 
 def test_ctrl_c_ends_a_wait_in_the_hook(serve):
     class Away(LocalLink):
-        asked = 0
+        request_count = 0
 
         def next_round(self, ticket: Ticket, wait_s: float, **options: Any) -> RoundAnswer:
-            self.asked += 1
-            if self.asked == 1:
+            self.request_count += 1
+            if self.request_count == 1:
                 return super().next_round(ticket, wait_s, **options)
-            if self.asked == 3:
+            if self.request_count == 3:
                 signal.raise_signal(signal.SIGINT)
             raise LinkDown("It does not answer.")
 
-    model, said = net(), []
+    model, messages = net(), []
     optimizer = adam(model)
     with (
         pytest.raises(KeyboardInterrupt),
-        heloco.join(Away(serve(inner_steps=1)), model, optimizer, tell=said.append),
+        heloco.join(Away(serve(inner_steps=1)), model, optimizer, tell=messages.append),
     ):
         step(model, optimizer, next(batches()))
-    assert said[1] == "It does not answer. Trying again." and not optimizer._optimizer_step_post_hooks
+    assert messages[1] == "It does not answer. Trying again." and not optimizer._optimizer_step_post_hooks
 
 
 def test_patience_ends(serve):
@@ -448,8 +448,8 @@ def test_accumulation_and_skipped_steps_count_as_the_optimizer_counts(serve):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     stepped, skipped, calls = 0, 0, 0
-    optimizer.register_step_pre_hook(lambda *_: calls_of.append(1))
-    calls_of: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: optimizer_calls.append(1))
+    optimizer_calls: list[int] = []
     with heloco.join(LocalLink(service), model, optimizer, tell=quiet) as run:
         for i, batch in enumerate(batches()):
             scaler.scale(loss_of(model, batch)).backward()
@@ -461,11 +461,11 @@ def test_accumulation_and_skipped_steps_count_as_the_optimizer_counts(serve):
                 skipped += 1
             else:
                 stepped += 1
-            assert run.round == len(calls_of) // 3
+            assert run.round == len(optimizer_calls) // 3
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-    assert (stepped, skipped) == (6, 2) and len(calls_of) == 6 and len(tape(service)) == 2
+    assert (stepped, skipped) == (6, 2) and len(optimizer_calls) == 6 and len(tape(service)) == 2
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -497,11 +497,11 @@ class Odd(nn.Module):
         self.low = nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
         self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
         self.register_buffer("cache", torch.zeros(0), persistent=False)
-        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         self.cache = x.detach()
-        self.seen = self.seen + 1
+        self.forwards = self.forwards + 1
         return self.low(self.norm(self.b(self.a(x))).bfloat16()).float()
 
 
@@ -519,24 +519,24 @@ def test_an_odd_model_travels_whole(serve):
             step(compiled, optimizer, batch)
     meta = json.loads((service.state.folder / "run.json").read_text())
     assert [block["name"] for block in meta["blocks"]] == ["a.weight", "norm.weight", "norm.bias", "low.weight"]
-    assert meta["buffers"] == ["mask", "seen", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert meta["buffers"] == ["mask", "forwards", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
     assert_same(link.starts[0, 0, 0], start)
     assert {t.dtype for t in outer(service)} == {torch.float32, torch.bfloat16}
     assert_same(values(model), outer(service))
-    assert model.seen == 6 and torch.equal(model.mask, torch.tensor([0.0, -math.inf])) and model.cache.shape == (8, 3)
+    assert model.forwards == 6 and torch.equal(model.mask, torch.tensor([0.0, -math.inf])) and model.cache.shape == (8, 3)
 
 
 def test_a_second_machine_takes_the_first_ones_model_and_buffers(serve):
     service = serve(paces=[1.0, 1.0])
     first, second = Odd(0), Odd(1)
-    first.seen += 7
+    first.forwards += 7
     with (
         heloco.join(LocalLink(service), first, adam(first), tell=quiet) as one,
         heloco.join(LocalLink(service), second, adam(second), tell=quiet) as other,
     ):
         assert (one.worker, other.worker, one.workers) == (0, 1, 2)
         assert_same(values(first), values(second))
-        assert second.seen == 7
+        assert second.forwards == 7
 
 
 def test_frozen_parameters_stay_at_home_and_must_be_the_same_everywhere(serve):
@@ -569,30 +569,30 @@ def test_a_round_that_comes_too_late_is_given_up_for_a_fresh_one(serve):
         def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
             return structs.replace(super().beat(ticket, steps), too_stale=self.late)
 
-    service, said = serve(inner_steps=1_000_000, beat_s=0.01), []
+    service, messages = serve(inner_steps=1_000_000, beat_s=0.01), []
     link, model = Late(service), net()
     optimizer = adam(model)
-    with heloco.join(link, model, optimizer, tell=said.append) as run:
+    with heloco.join(link, model, optimizer, tell=messages.append) as run:
         start = values(model)
         link.late = True
         until = time.monotonic() + DEADLINE_S
         while run.round == 0 and time.monotonic() < until:
             step(model, optimizer, next(batches()))
         link.late = False
-        assert run.round == 1 and len(said) == 2 and "too late to be used" in said[1]
+        assert run.round == 1 and len(messages) == 2 and "too late to be used" in messages[1]
         assert_same(values(model), start)
     assert abandoned(service)[0].text == "its contribution would arrive too late to be used"
 
 
 def test_rounds_that_come_to_nan_are_given_up_and_at_last_the_machine(serve):
-    service, said = serve(inner_steps=1, arrivals=9, beat_s=0.02), []
+    service, messages = serve(inner_steps=1, arrivals=9, beat_s=0.02), []
     model = net()
     optimizer = adam(model)
     good = next(batches())
     bad = (good[0], good[1] * math.nan)
-    with heloco.join(LocalLink(service), model, optimizer, tell=said.append) as run:
+    with heloco.join(LocalLink(service), model, optimizer, tell=messages.append) as run:
         step(model, optimizer, bad)
-        assert "came to NaN or Inf" in said[-1] and not optimizer.state
+        assert "came to NaN or Inf" in messages[-1] and not optimizer.state
         step(model, optimizer, good)
         assert run.arrivals == 1 and all(t.isfinite().all() for t in values(model))
         with pytest.raises(heloco.RunStopped, match="3 rounds in a row came to NaN"):
@@ -605,10 +605,10 @@ def test_reported_losses_stand_on_the_tape_as_the_rounds_mean(serve):
     service = serve(inner_steps=2, arrivals=3)
     model = net()
     optimizer = adam(model)
-    told = iter([1.0, torch.tensor(2.0), math.nan, 4.0])
+    losses = iter([1.0, torch.tensor(2.0), math.nan, 4.0])
     with heloco.join(LocalLink(service), model, optimizer, tell=quiet) as run:
         for batch in batches():
-            run.report(next(told, None), samples=4)
+            run.report(next(losses, None), samples=4)
             step(model, optimizer, batch)
     assert [(x["loss"], x["last_loss"], x["samples"]) for x in tape(service)] == [(1.5, 2.0, 8), (None, 4.0, 8), (None, None, 8)]
 
@@ -638,11 +638,11 @@ def test_the_service_is_lost_and_comes_back_and_each_contribution_counts_once(se
             self.service.close()
             self.service = serve(**fields)
 
-    link, said = Cut(serve(**fields)), []
+    link, messages = Cut(serve(**fields)), []
     model = net()
     optimizer = adam(model)
     steps = 0
-    with heloco.join(link, model, optimizer, tell=said.append) as run:
+    with heloco.join(link, model, optimizer, tell=messages.append) as run:
         for batch in batches():
             steps += 1
             step(model, optimizer, batch)
@@ -656,7 +656,7 @@ def test_the_service_is_lost_and_comes_back_and_each_contribution_counts_once(se
     for line in lines:
         rule.step(pseudo_gradients=link.contributions[line["worker"], line["round"], line["version"]])
     assert_same(theta, outer(link.service))
-    assert said.count("The answer is lost. Trying again.") == 2 and "The run is back." in said
+    assert messages.count("The answer is lost. Trying again.") == 2 and "The run is back." in messages
 
 
 def test_two_machines_that_both_bring_a_model_agree_on_one(serve):
@@ -806,10 +806,10 @@ def test_several_ranks_are_one_machine(tmp_path):
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], e0 + e1
-    told, also = first.splitlines(), second.splitlines()
-    assert told[0].startswith("Joined this process as worker 0 of 1") and told[-1] == also[-1]
-    assert told[-2].startswith("There is nothing to join") and len(also) == 2
-    assert also[-2].startswith("Rank 0 could not go on with the run: UserError: There is nothing to join")
+    first_lines, second_lines = first.splitlines(), second.splitlines()
+    assert first_lines[0].startswith("Joined this process as worker 0 of 1") and first_lines[-1] == second_lines[-1]
+    assert first_lines[-2].startswith("There is nothing to join") and len(second_lines) == 2
+    assert second_lines[-2].startswith("Rank 0 could not go on with the run: UserError: There is nothing to join")
 
 
 # ---- over the network
@@ -828,18 +828,18 @@ def test_an_unmodified_script_joins_over_https_by_its_environment(serve):
             with pytest.raises(heloco.UserError, match=f"A {right}'s token does not allow this: it takes worker"):
                 heloco.join(host.address, model, adam(model), token=host.token(right)).__enter__()
         environment = os.environ | {"HELOCO_ADDRESS": host.address, "HELOCO_TOKEN": host.token("worker")}
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, str(EXAMPLES / "plain_loop.py")], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
         )
         with pytest.raises(heloco.UserError, match="does not accept the token"):
             heloco.join(host.address, model, adam(model), token=other_token(host.token("worker"))).__enter__()
     finally:
         host.close()
-    assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert said[0] == f"Joined {host.address} as worker 0 of 1, 4 steps a round."
-    assert said[-2] == "The run has ended: all arrivals are in. After 3 contributions from here; its model is loaded."
-    assert said[-1].startswith("11 steps, the last loss is")
+    assert result.returncode == 0, result.stderr
+    output_lines = result.stdout.splitlines()
+    assert output_lines[0] == f"Joined {host.address} as worker 0 of 1, 4 steps a round."
+    assert output_lines[-2] == "The run has ended: all arrivals are in. After 3 contributions from here; its model is loaded."
+    assert output_lines[-1].startswith("11 steps, the last loss is")
     assert [line["samples"] for line in tape(service)] == [64, 64, 64]
 
 

@@ -123,7 +123,12 @@ def test_every_window_is_used_once(tmp_path):
     synchronizer = service.state.run.synchronizer
     for shard, page in enumerate(synchronizer.ledger.pages):
         spans = [span for line in tape(tmp_path / "run") if line["shard"] == shard for span in line["spans"]]
-        spans += [span for held in synchronizer.held.values() if held.shard == shard for span in held.spans]
+        spans += [
+            span
+            for round_under_way in synchronizer.held.values()
+            if round_under_way.shard == shard
+            for span in round_under_way.spans
+        ]
         spans += page.returned
         windows = sorted(p for first, count in spans for p in range(first, first + count))
         assert windows == list(range(page.cursor))
@@ -165,7 +170,7 @@ def test_the_journal_has_the_whole_story(tmp_path):
 def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, workers):
     """Numbers as names are sorted otherwise when they are text: 10 comes before 2."""
     numbers = range(workers)
-    held = [
+    rounds = [
         RoundUnderWay(
             worker=n,
             index=n + 1,
@@ -184,7 +189,7 @@ def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, worker
     }
     state = ServedState(
         config_digest="c", task_digest="t", lines=LineSizes(tape_bytes=5, evals_bytes=6), units=4,
-        books=books_at(3, held=held, rounds_of=list(numbers), ledger=[ShardPage(n + 1, n, n, n, [(n, 2)]) for n in numbers]),
+        books=books_at(3, held=rounds, rounds_of=list(numbers), ledger=[ShardPage(n + 1, n, n, n, [(n, 2)]) for n in numbers]),
         journal=Mark(), time_s=1.5, paused=None, evaluations_due=(), started_s={n: n / 7 for n in numbers},
         holders={n: f"m{n}" for n in numbers}, last_machines={}, start_digests=dict.fromkeys(numbers, "d"),
         contributors=[f"m{n}" for n in numbers], machines={}, acks=acks,
@@ -205,13 +210,13 @@ def test_runs_of_many_workers_are_taken_up_replayed_and_go_on(tmp_path):
         for seed, hand in enumerate(hands[:3]):
             hand.hand_in(delta(seed))
             service.housekeeping.save_if_due(wait=True)
-        digest, held = service.state.run.digest(), dict(service.state.run.synchronizer.held)
+        digest, rounds = service.state.run.digest(), dict(service.state.run.synchronizer.held)
         acks = {worker: list(acks) for worker, acks in service.state.run.acks.items()}
         service.close()
         service = opened(folder, paces=[1.0] * workers, checkpoint_every=2, arrivals=100)
         run = service.state.run
-        assert (run.digest(), run.synchronizer.held) == (digest, held)
-        assert {worker: list(kept) for worker, kept in run.acks.items()} == acks
+        assert (run.digest(), run.synchronizer.held) == (digest, rounds)
+        assert {worker: list(worker_acks) for worker, worker_acks in run.acks.items()} == acks
         assert service.notices == []
         service.close()
         assert replay(RunFolder.open(folder), None).difference == ""

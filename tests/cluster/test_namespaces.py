@@ -42,13 +42,13 @@ def hosts() -> Iterator[Hosts]:
         pytest.skip("there is no ip command here")
     mine = f"h{os.getpid()}"
     head, site = f"heloco-head-{mine}", f"heloco-site-{mine}"
-    made: list[str] = []
+    namespaces: list[str] = []
     try:
         for name in (head, site):
-            done = ip("netns", "add", name)
-            if done.returncode:
-                pytest.skip(f"network namespaces cannot be made here: {done.stderr.strip()}")
-            made.append(name)
+            result = ip("netns", "add", name)
+            if result.returncode:
+                pytest.skip(f"network namespaces cannot be made here: {result.stderr.strip()}")
+            namespaces.append(name)
         for words in (
             ("link", "add", f"{mine}a", "netns", head, "type", "veth", "peer", "name", f"{mine}b", "netns", site),
             ("-n", head, "addr", "add", "10.213.7.1/24", "dev", f"{mine}a"),
@@ -59,12 +59,12 @@ def hosts() -> Iterator[Hosts]:
             ("-n", site, "link", "set", "lo", "up"),
             ("netns", "exec", site, "true"),
         ):
-            done = ip(*words)
-            if done.returncode:
-                pytest.skip(f"`ip {' '.join(words)}` does not work here: {done.stderr.strip()}")
+            result = ip(*words)
+            if result.returncode:
+                pytest.skip(f"`ip {' '.join(words)}` does not work here: {result.stderr.strip()}")
         yield Hosts(head, site, "10.213.7.1", f"{mine}b")
     finally:
-        for name in made:  # their ends of the cable go with them
+        for name in namespaces:  # their ends of the cable go with them
             ip("netns", "del", name)
 
 
@@ -85,8 +85,8 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
         "8443",
     )
     serve = programs.start("head", hosts.at(hosts.head, *heloco, "serve", *settings, "--out", str(run)))
-    found = serve.said(r"HELOCO_TOKEN=(\S+) heloco join (https://10\.213\.7\.1:8443)\n")
-    join = programs.start("site", hosts.at(hosts.site, *heloco, "join", found[2], "--name", "site"), HELOCO_TOKEN=found[1])
+    match = serve.said(r"HELOCO_TOKEN=(\S+) heloco join (https://10\.213\.7\.1:8443)\n")
+    join = programs.start("site", hosts.at(hosts.site, *heloco, "join", match[2], "--name", "site"), HELOCO_TOKEN=match[1])
 
     def arrivals() -> int:
         return (run / "tape.jsonl").read_bytes().count(b"\n")
@@ -101,15 +101,15 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
         ).stdout.strip()
     )
     wait_until(lambda: time.monotonic() - down_since > 0.5, "what was on its way has arrived")
-    then = arrivals()
-    assert then < ARRIVALS
+    arrivals_at_cut = arrivals()
+    assert arrivals_at_cut < ARRIVALS
     wait_until(lambda: time.monotonic() - down_since > CUT_S, "the cable was out for a while")
-    assert arrivals() == then
+    assert arrivals() == arrivals_at_cut
     if broken:
         join.said("cannot be reached .*Trying again")
     assert ip("-n", hosts.site, "link", "set", hosts.cable, "up").returncode == 0
 
-    ended, joined = serve.end(), join.end()
-    assert ended.code == 0 and joined.code == 0, (ended, joined)
-    assert re.search(r"The run has ended: all arrivals are in\n$", joined.out), joined
+    serve_result, join_result = serve.end(), join.end()
+    assert serve_result.code == 0 and join_result.code == 0, (serve_result, join_result)
+    assert re.search(r"The run has ended: all arrivals are in\n$", join_result.out), join_result
     assert_whole(run, ARRIVALS)

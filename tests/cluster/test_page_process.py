@@ -35,9 +35,9 @@ def folder(tmp_path):
 
 @pytest.fixture
 def host(folder):
-    made = RunHost(opened(folder), ListenConfig("127.0.0.1", 0, ("localhost",), page="heloco.cli.page:page_of"))
-    yield made
-    made.close()
+    run_host = RunHost(opened(folder), ListenConfig("127.0.0.1", 0, ("localhost",), page="heloco.cli.page:page_of"))
+    yield run_host
+    run_host.close()
     until_gone(folder)
 
 
@@ -47,8 +47,8 @@ def browser(host):
     with httpx.Client(
         base_url=host.address, verify=False, trust_env=False, timeout=LIMIT_S, cookies={"heloco-view": key},
         limits=httpx.Limits(max_connections=None),
-    ) as made:  # fmt: skip
-        yield made
+    ) as client:  # fmt: skip
+        yield client
 
 
 def test_the_first_look_starts_it_and_later_looks_use_it(host, folder, browser):
@@ -62,10 +62,10 @@ def test_the_first_look_starts_it_and_later_looks_use_it(host, folder, browser):
     assert browser.head("/page/").status_code == 200 and browser.get("/page/events?seen=x").status_code == 400
     for strange in ("/page/%00", "/page/nothing", "/page//", "/page/%2e%2e/v1/status"):
         assert browser.get(strange).status_code == 404
-    for seen in ("", "²", "%00", "1" * 30):
-        assert browser.get(f"/page/events?seen={seen}").status_code == 400
-    for seen in ("²".encode(), b"x", b"-", b"\xff"):
-        assert browser.get("/page/events", headers=[(b"last-event-id", seen)]).status_code == 400
+    for version in ("", "²", "%00", "1" * 30):
+        assert browser.get(f"/page/events?seen={version}").status_code == 400
+    for version in ("²".encode(), b"x", b"-", b"\xff"):
+        assert browser.get("/page/events", headers=[(b"last-event-id", version)]).status_code == 400
     assert page_processes(folder) == [process]
 
 

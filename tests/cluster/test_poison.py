@@ -49,17 +49,17 @@ def after_a_run(folder, poison=None, first=ROUNDS, **settings):
             except Refused as refused:  # after the fifth contribution that could not be squared
                 assert is_bad and refused.code is Code.BARRED
     run = service.state.run
-    found = [t.clone() for t in (*run.synchronizer.thetas, *run.synchronizer.buffers)]
+    tensors = [t.clone() for t in (*run.synchronizer.thetas, *run.synchronizer.buffers)]
     service.close()
-    return found
+    return tensors
 
 
 @pytest.mark.parametrize("first", [0, ROUNDS // 2], ids=["from the start", "later"])
 @pytest.mark.parametrize("kind", POISONS)
 def test_the_model_stays_where_the_good_machines_bring_it(tmp_path, kind, first):
     healthy = after_a_run(tmp_path / "healthy")
-    found = after_a_run(tmp_path / "poisoned", POISONS[kind], first)
-    for ours, theirs in zip(healthy, found, strict=True):
+    poisoned_tensors = after_a_run(tmp_path / "poisoned", POISONS[kind], first)
+    for ours, theirs in zip(healthy, poisoned_tensors, strict=True):
         if ours.is_floating_point():
             assert theirs.isfinite().all()
             assert (theirs - ours).norm() <= 20 * HONEST * math.sqrt(ROUNDS * ours.numel()), (ours, theirs)
@@ -69,8 +69,8 @@ def test_the_model_stays_where_the_good_machines_bring_it(tmp_path, kind, first)
 
 def test_without_the_guard_one_contribution_ruins_it(tmp_path):
     """So the guard is what holds, and can be switched off."""
-    found = after_a_run(tmp_path / "run", POISONS["1e15 times as large"], ROUNDS - 1, norm_limit="off")
-    assert found[0].abs().max() > 1e10
+    tensors = after_a_run(tmp_path / "run", POISONS["1e15 times as large"], ROUNDS - 1, norm_limit="off")
+    assert tensors[0].abs().max() > 1e10
 
 
 def test_what_was_cut_is_told_and_what_is_refused_is_told_too(tmp_path):

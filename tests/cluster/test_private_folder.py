@@ -31,10 +31,10 @@ def a_run(folder: Path) -> Path:
 
 def test_it_lies_in_the_users_runtime_folder_if_that_is_private(short, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
-    made = PrivateFolder.make(None)
-    assert made.path.parent == short and stat.S_IMODE(made.path.stat().st_mode) == 0o700
-    assert made.rays_own.parent == made.path and not made.rays_own.exists()
-    made.remove()
+    private_folder = PrivateFolder.make(None)
+    assert private_folder.path.parent == short and stat.S_IMODE(private_folder.path.stat().st_mode) == 0o700
+    assert private_folder.rays_own.parent == private_folder.path and not private_folder.rays_own.exists()
+    private_folder.remove()
     assert not list(short.iterdir())
     short.chmod(0o755)
     elsewhere = PrivateFolder.make(None)
@@ -44,14 +44,14 @@ def test_it_lies_in_the_users_runtime_folder_if_that_is_private(short, monkeypat
 
 def test_else_it_lies_in_the_folder_of_a_run_that_has_begun_and_has_a_short_path(short):
     run = a_run(short / "r")
-    made = PrivateFolder.make(run)
-    assert made.path.parent == run
-    made.remove()
+    private_folder = PrivateFolder.make(run)
+    assert private_folder.path.parent == run
+    private_folder.remove()
     assert [path.name for path in run.iterdir()] == ["config.toml"]
     for run in (short / "new", a_run(short / ("long" * 20))):
-        made = PrivateFolder.make(run)
-        assert made.path.parent == Path(tempfile.gettempdir())
-        made.remove()
+        private_folder = PrivateFolder.make(run)
+        assert private_folder.path.parent == Path(tempfile.gettempdir())
+        private_folder.remove()
 
 
 def test_without_a_safe_place_the_remedy_is_named(short, monkeypatch):

@@ -55,9 +55,9 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def cluster(cache: Path) -> Iterator[Cluster]:  # noqa: ARG001 - Ray's processes inherit it
-    found = start_ray(store_bytes=300_000_000)
-    yield found
-    found.stop()
+    new_cluster = start_ray(store_bytes=300_000_000)
+    yield new_cluster
+    new_cluster.stop()
 
 
 def config(**settings: Any) -> RunConfig:
@@ -66,10 +66,10 @@ def config(**settings: Any) -> RunConfig:
 
 def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_S) -> Any:
     end = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end, f"{what} took longer than {limit_s} s"
         time.sleep(0.02)
-    return found
+    return value
 
 
 def events(folder: Path) -> list[tuple[int, Event]]:
@@ -85,9 +85,9 @@ def check_exact(folder: Path, arrivals: int) -> None:
     run = RunFolder.open(folder)
     config, digest = (folder / "config.toml").read_text(), run.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
-    found = replay(run, task_of(info, device="cpu")[0])
-    assert not found.difference, found.difference
-    assert (found.lines, found.digest) == (arrivals, tape(folder)[-1]["digest"])
+    replay_result = replay(run, task_of(info, device="cpu")[0])
+    assert not replay_result.difference, replay_result.difference
+    assert (replay_result.lines, replay_result.digest) == (arrivals, tape(folder)[-1]["digest"])
 
 
 # ---- a run that nothing disturbs, and machines that come over every way
@@ -140,8 +140,8 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, mon
         with pytest.raises(UserError, match="serves a run already"):
             RaySupervisor(spec_of(config(arrivals=2), tmp_path / "second"), cluster=cluster)
         assert engine.wait(LONGEST_S).kind == "finished"
-        said = [process.communicate(timeout=LONGEST_S) for process in outside]
-        assert all("The run has ended: all arrivals are in" in out for out, _ in said), said
+        outputs = [process.communicate(timeout=LONGEST_S) for process in outside]
+        assert all("The run has ended: all arrivals are in" in out for out, _ in outputs), outputs
         until(lambda: len([w for w in engine.workers() if w.ended]) == 2, "the end of the workers")
         assert not any(worker.has_failed for worker in engine.workers())
         assert engine.status().ended.kind == "finished" and not engine.trouble()
@@ -174,9 +174,9 @@ def test_pieces_are_the_same_bytes_and_none_is_empty_or_too_long(sizes):
     parts = [memoryview(content)[a:b] for a, b in itertools.pairwise(ends)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_link, "PIECE", 40)
-        made = [piece.tobytes() for piece in ray_link.in_pieces(parts)]
-    assert b"".join(made) == content[: ends[-1]]
-    assert all(0 < len(piece) <= 40 for piece in made)
+        contents = [piece.tobytes() for piece in ray_link.in_pieces(parts)]
+    assert b"".join(contents) == content[: ends[-1]]
+    assert all(0 < len(piece) <= 40 for piece in contents)
 
 
 def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, monkeypatch):  # noqa: ARG001 - needs a Ray
@@ -184,32 +184,32 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
 
     monkeypatch.setattr(actor, "PIECE", 1 << 16)
     spec = spec_of(small_cluster.config(paces=[1.0]), tmp_path / "run")
-    there = actor.SynchronizerActor()
-    there.begin(spec, 1)
+    synchronizer = actor.SynchronizerActor()
+    synchronizer.begin(spec, 1)
     try:
         blocks = {"parameter.0": torch.arange(150_000.0) / 1e6}
         layout = Layout.of(blocks)
         request = small_cluster.join_request("one", layout=layout.entries)
-        ticket = there.join(request, None)[1].ticket
-        here = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]
+        ticket = synchronizer.join(request, None)[1].ticket
+        references = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]
         commit = ModelCommit(names=("w",), digest=digest_of(layout, blocks))
-        assert there.send_model(ticket, layout, here, commit) == ("ok", None)
-        contribution = Layout(there.join(request, ticket)[1].contribution_layout)
-        key = there.next_round(ticket, 5.0)[1].key
-        start = there.fetch(ticket, key)[1]
+        assert synchronizer.send_model(ticket, layout, references, commit) == ("ok", None)
+        contribution = Layout(synchronizer.join(request, ticket)[1].contribution_layout)
+        key = synchronizer.next_round(ticket, 5.0)[1].key
+        start = synchronizer.fetch(ticket, key)[1]
         assert np.concatenate([ray.get(piece) for piece in start]).tobytes() == b"".join(pieces(layout, blocks))
 
         delta = {"pseudo_gradient.0": torch.linspace(-1, 1, 150_000)}
         whole = b"".join(pieces(contribution, delta))
-        upload = there.service.contributions.upload(ticket, key)
+        upload = synchronizer.service.contributions.upload(ticket, key)
         upload.write(upload.begin(0), whole[:200_000])
         boxed = [ray.put(np.frombuffer(whole[at : at + 65_536], np.uint8)) for at in range(0, len(whole), 65_536)]
-        said = there.hand_in(ticket, key, boxed, digest_of(contribution, delta), small_cluster.report())
-        assert said[0] == "ok" and said[1].arrival == 1, said
-        [written] = (tmp_path / "run" / "journal").glob("*.safetensors")
-        assert written.read_bytes() == whole
+        answer = synchronizer.hand_in(ticket, key, boxed, digest_of(contribution, delta), small_cluster.report())
+        assert answer[0] == "ok" and answer[1].arrival == 1, answer
+        [file] = (tmp_path / "run" / "journal").glob("*.safetensors")
+        assert file.read_bytes() == whole
     finally:
-        there.close()
+        synchronizer.close()
 
 
 # ---- faults
@@ -223,9 +223,9 @@ def stopped_with_a_round(engine: RaySupervisor, worker: WorkerStatus) -> Machine
     os.kill(worker.pid, signal.SIGSTOP)
     before = engine.status().arrivals
     until(lambda: engine.status().arrivals >= before + 2, "what others send later, so that what it had sent is in")
-    known = next(m for m in engine.status().machines if m.name == worker.name)
-    if known.round:
-        return known
+    machine = next(m for m in engine.status().machines if m.name == worker.name)
+    if machine.round:
+        return machine
     os.kill(worker.pid, signal.SIGCONT)
     return None
 
@@ -235,16 +235,19 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """A run whose worker is killed, and later its synchronizer, each in the middle of everything."""
     folder = tmp_path_factory.mktemp("broken") / "run"
     arrivals = 120
-    said: list[str] = []
+    messages: list[str] = []
     with RaySupervisor(
-        spec_of(config(arrivals=arrivals, inner_steps=30, beat_s=BEAT_S), folder), workers=3, cluster=cluster, tell=said.append
+        spec_of(config(arrivals=arrivals, inner_steps=30, beat_s=BEAT_S), folder),
+        workers=3,
+        cluster=cluster,
+        tell=messages.append,
     ) as e:
         until(lambda: len({m.name for m in e.status().machines if m.arrivals}) == 3, "three contributors")
         worker = e.workers()[0]
         victim = until(lambda: stopped_with_a_round(e, worker), "a round under way")
         os.kill(worker.pid, signal.SIGKILL)
         struck_s = e.status().time_s
-        until(lambda: any("another takes its place" in text for text in said), "the worker's death")
+        until(lambda: any("another takes its place" in text for text in messages), "the worker's death")
         until(lambda: e.status().arrivals >= arrivals // 2, "half of the run")
         first = e.pid
         os.kill(first, signal.SIGKILL)
@@ -253,32 +256,39 @@ def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         until(lambda: len([w for w in e.workers() if w.ended]) == 3, "the end of the workers")
         assert e.pid != first
         workers = e.workers()
-    return {"folder": folder, "arrivals": arrivals, "victim": victim, "struck_s": struck_s, "workers": workers, "said": said}
+    return {
+        "folder": folder,
+        "arrivals": arrivals,
+        "victim": victim,
+        "struck_s": struck_s,
+        "workers": workers,
+        "messages": messages,
+    }
 
 
 def test_the_round_of_a_worker_that_is_killed_goes_to_another_at_once(broken):
     happened = events(broken["folder"])
     victim = broken["victim"].machine
-    number, left = next((n, event) for n, event in happened if isinstance(event, Part) and event.machine == victim)
-    assert (left.kind, left.text) == ("lost", "its process died")
-    given_up = next((n, event) for n, event in happened if isinstance(event, Abandon) and n > number - 3)
-    assert given_up[1].worker == broken["victim"].round.worker and given_up[1].text == "its process died"
+    number, part = next((n, event) for n, event in happened if isinstance(event, Part) and event.machine == victim)
+    assert (part.kind, part.text) == ("lost", "its process died")
+    abandonment = next((n, event) for n, event in happened if isinstance(event, Abandon) and n > number - 3)
+    assert abandonment[1].worker == broken["victim"].round.worker and abandonment[1].text == "its process died"
     patience_s = BEAT_S * 10
-    assert left.time_s - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
-    dispatched = [event for n, event in happened if n > given_up[0] and isinstance(event, Dispatch)]
-    again = next(event for event in dispatched if event.worker == given_up[1].worker)
-    assert again.machine != victim
+    assert part.time_s - broken["struck_s"] < patience_s / 2, "it was noticed by the time-out"
+    dispatched = [event for n, event in happened if n > abandonment[0] and isinstance(event, Dispatch)]
+    second_dispatch = next(event for event in dispatched if event.worker == abandonment[1].worker)
+    assert second_dispatch.machine != victim
     assert not [event for _, event in happened if isinstance(event, Part) and "no progress" in event.text]
 
 
 def test_a_synchronizer_that_is_killed_goes_on_from_its_journal_and_counts_every_acknowledged_contribution_once(broken):
-    assert any("started again from its journal" in text for text in broken["said"])
+    assert any("started again from its journal" in text for text in broken["messages"])
     check_exact(broken["folder"], broken["arrivals"])
     lines = tape(broken["folder"])
     for worker in broken["workers"]:
         assert not worker.has_failed, worker
-        counted = sum(line["machine"].partition("#")[0] == worker.name for line in lines)
-        assert counted == worker.rounds, "what it had acknowledged is what counts"
+        line_count = sum(line["machine"].partition("#")[0] == worker.name for line in lines)
+        assert line_count == worker.rounds, "what it had acknowledged is what counts"
 
 
 def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_it_was(cluster, tmp_path):
@@ -307,8 +317,8 @@ def test_ray_answers_nobody_without_its_token(cluster):
 def test_a_client_without_the_token_is_told_so(cluster):
     command = [sys.executable, "-c", JOINING, cluster.client_address, "nobody"]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": "/nonexistent"}
-    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
-    assert "UserError" in done.stderr and "wants its token, and ours is missing" in done.stderr
+    result = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert "UserError" in result.stderr and "wants its token, and ours is missing" in result.stderr
 
 
 def test_no_process_of_ray_listens_beyond_loopback(cluster):
@@ -318,10 +328,10 @@ def test_no_process_of_ray_listens_beyond_loopback(cluster):
     def nothing() -> None: ...
 
     ray.get(ray.remote(nothing).remote(), timeout=LONGEST_S)
-    found = listening(family(os.getpid()))
-    ports = {int(where.rpartition(":")[2]) for where in found}
+    addresses = listening(family(os.getpid()))
+    ports = {int(where.rpartition(":")[2]) for where in addresses}
     assert {split(cluster.address)[1], split(cluster.client_address.removeprefix("ray://"))[1]} <= ports
-    assert len(found) >= 5 and not beyond_loopback(found), found
+    assert len(addresses) >= 5 and not beyond_loopback(addresses), addresses
 
 
 def test_rays_files_are_this_users_alone(cluster):
@@ -363,15 +373,15 @@ import ray
 class Echo:
     def say(self, word):
         return word
-said = {"echo": ray.get(ray.remote(Echo).remote().say.remote("heard"), timeout=60)}
+answers = {"echo": ray.get(ray.remote(Echo).remote().say.remote("heard"), timeout=60)}
 stranger = Tls(f"{folder}/other.pem", f"{folder}/other-key.pem", f"{folder}/ca.pem")
 for name, how in (("plain", None), ("stranger", stranger)):
     try:
         probe(cluster.address, token, how)
     except UserError as error:
-        said[name] = str(error)
+        answers[name] = str(error)
 cluster.stop()
-print(json.dumps(said))
+print(json.dumps(answers))
 """
 
 
@@ -396,12 +406,12 @@ def test_with_tls_ray_works_and_whoever_has_no_certificate_of_its_authority_is_r
         pytest.skip("there is no openssl that can make certificates here")
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-c", WITH_TLS, str(tmp_path)]
-    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])
-    assert said["echo"] == "heard"
-    assert "not as Ray does without TLS" in said["plain"]
-    assert "not as Ray does with TLS" in said["stranger"]
+    result = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
+    assert result.returncode == 0, result.stderr
+    answers = json.loads(result.stdout.splitlines()[-1])
+    assert answers["echo"] == "heard"
+    assert "not as Ray does without TLS" in answers["plain"]
+    assert "not as Ray does with TLS" in answers["stranger"]
 
 
 # ---- sentences
@@ -437,9 +447,9 @@ def test_a_port_that_speaks_something_else_is_named():
 
 
 def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
-    known = store_bytes(spec_of(config(paces=[1.0] * 4), tmp_path / "none"))
+    size = store_bytes(spec_of(config(paces=[1.0] * 4), tmp_path / "none"))
     tokens = 2 * 257 * 32 + 16 * 32
-    assert 4 * 6 * tokens < known < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
+    assert 4 * 6 * tokens < size < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
 
 
 # ---- long ones
@@ -475,16 +485,16 @@ def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, 
     command = [sys.executable, __file__, process, str(tmp_path / "run")]
     bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     bare["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
+    assert result.returncode == 0, result.stdout + result.stderr
     check_exact(tmp_path / "run", 100)
 
 
 def lose_ray(process: str, folder: Path) -> None:
     with RaySupervisor(spec_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
         until(lambda: engine.status().arrivals >= 30, "thirty arrivals")
-        found = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster.folder.path}"], text=True)
-        os.kill(int(found.split()[0]), signal.SIGKILL)
+        pids = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster.folder.path}"], text=True)
+        os.kill(int(pids.split()[0]), signal.SIGKILL)
         assert engine.wait(2 * LONGEST_S).kind == "finished"
         assert engine.restarts == 1
 

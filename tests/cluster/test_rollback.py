@@ -46,8 +46,8 @@ def test_a_machine_is_left_out_by_its_name_and_a_wrong_name_is_refused(run):
     with pytest.raises(UserError, match=f"'m7' never joined this run: give one of .*{hands[1].id}"):
         roll_back(folder, to=15, without=frozenset({"m7"}))
     assert digests(folder) == before
-    done = roll_back(folder, to=15, without=frozenset({"m1"}))
-    assert (done.machines, done.left_out, done.arrivals) == ((hands[1].id,), 1, 17)
+    rollback = roll_back(folder, to=15, without=frozenset({"m1"}))
+    assert (rollback.machines, rollback.left_out, rollback.arrivals) == ((hands[1].id,), 1, 17)
 
 
 def check_goes_on(folder, arrivals):
@@ -65,10 +65,10 @@ def check_goes_on(folder, arrivals):
 def test_returning_to_an_arrival_gives_the_run_as_it_was_then(run, to):
     folder, _, after = run
     before, whole_tape = digests(folder), tape(folder)
-    done = roll_back(folder, to=to)
-    assert (done.arrivals, done.arrivals_before) == (to, 18)
+    rollback = roll_back(folder, to=to)
+    assert (rollback.arrivals, rollback.arrivals_before) == (to, 18)
     assert tape(folder) == whole_tape[:to]
-    assert digests(done.old_folder) == before  # the old one is kept as it was
+    assert digests(rollback.old_folder) == before  # the old one is kept as it was
     service = opened(folder, **OPTIONS)
     assert service.state.run.digest() == after[to]
     service.close()
@@ -79,17 +79,17 @@ def test_without_a_machine_the_others_contributions_stay(run):
     """The rule by hand: everything up to the arrival, then all but those of the machine."""
     folder, hands, _ = run
     lines = tape(folder)
-    done = roll_back(folder, to=5, without=frozenset({hands[1].id}))
-    kept = [line for i, line in enumerate(lines) if i < 5 or line["machine"] != hands[1].id]
-    assert (done.arrivals, done.left_out) == (len(kept), 18 - len(kept))
-    now = tape(folder)
-    assert [(line["worker"], line["round"], line["machine"]) for line in now] == [
-        (line["worker"], line["round"], line["machine"]) for line in kept
+    rollback = roll_back(folder, to=5, without=frozenset({hands[1].id}))
+    expected_lines = [line for i, line in enumerate(lines) if i < 5 or line["machine"] != hands[1].id]
+    assert (rollback.arrivals, rollback.left_out) == (len(expected_lines), 18 - len(expected_lines))
+    new_lines = tape(folder)
+    assert [(line["worker"], line["round"], line["machine"]) for line in new_lines] == [
+        (line["worker"], line["round"], line["machine"]) for line in expected_lines
     ]
     parameters = [torch.nn.Parameter(model()[f"parameter.{i}"].clone()) for i in range(2)]
     outer = heloco.METHODS["heloco-ramp"].build(parameters, workers=3)
-    for line, was in zip(now, kept, strict=True):
-        seed = lines.index(was)
+    for line, old_line in zip(new_lines, expected_lines, strict=True):
+        seed = lines.index(old_line)
         tensors = delta(seed)
         outer.step(weight=line["weight"], pseudo_gradients=[tensors["pseudo_gradient.0"], tensors["pseudo_gradient.1"]])
     service = opened(folder, **OPTIONS)
@@ -97,7 +97,7 @@ def test_without_a_machine_the_others_contributions_stay(run):
     assert all(torch.equal(a, b) for a, b in zip(served, parameters, strict=True))
     assert service.state.book.reason_barred(hands[1].id) == "its contributions were left out"
     service.close()
-    check_goes_on(folder, done.arrivals)
+    check_goes_on(folder, rollback.arrivals)
 
 
 def test_what_is_left_of_a_damaged_journal_can_be_returned_to(run):
@@ -107,12 +107,12 @@ def test_what_is_left_of_a_damaged_journal_can_be_returned_to(run):
     path.write_bytes(b"".join(content[:-6]))
     with pytest.raises(UserError, match=f"heloco rollback {folder}"):
         opened(folder, **OPTIONS)
-    done = roll_back(folder)
-    assert 16 <= done.arrivals < 18
+    rollback = roll_back(folder)
+    assert 16 <= rollback.arrivals < 18
     service = opened(folder, **OPTIONS)
-    assert service.state.run.digest() == after[done.arrivals]
+    assert service.state.run.digest() == after[rollback.arrivals]
     service.close()
-    check_goes_on(folder, done.arrivals)
+    check_goes_on(folder, rollback.arrivals)
 
 
 def test_a_run_whose_journal_is_gone_returns_to_its_last_checkpoint(run):

@@ -34,67 +34,73 @@ for part in ("uvicorn", "starlette", "httpx", "cryptography"):
 
 
 @pytest.fixture(scope="module")
-def ended(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished_run(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that two local workers did. Only look at it."""
     folder = tmp_path_factory.mktemp("ended") / "run"
-    wanted = folder.parent / "run.toml"
-    wanted.write_text("[run]\narrivals = 40\neval_every = 10\n[rounds]\ninner_steps = 3\n")
-    served = programs.serve(folder, *SMALL, "--workers", "2", config=wanted)
-    done = served.program.end()
-    assert done.code == 0, (done.out, done.err)
-    assert f"The run's folder: {folder}" in done.out and "arrival     40/40" in done.out and "local-1 is here" in done.out
+    config_file = folder.parent / "run.toml"
+    config_file.write_text("[run]\narrivals = 40\neval_every = 10\n[rounds]\ninner_steps = 3\n")
+    served = programs.serve(folder, *SMALL, "--workers", "2", config=config_file)
+    result = served.program.end()
+    assert result.code == 0, (result.out, result.err)
+    assert f"The run's folder: {folder}" in result.out and "arrival     40/40" in result.out and "local-1 is here" in result.out
     return folder
 
 
-def test_two_workers_do_a_run(ended: Path) -> None:
-    assert_whole(ended, 40)
-    assert {line["worker"] for line in tape(ended)} == {0, 1}
-    assert [line["arrival"] for line in evals(ended)] == [0, 10, 20, 30, 40]
-    assert checkpoints(ended)[-1].name == "arrival-00000040"
-    assert len(list((ended / "journal").glob("*.safetensors"))) == 40 and len(segments(ended / FOLDER)) == 1
-    assert (ended / "credentials" / "key.pem").stat().st_mode & 0o777 == 0o600
-    assert "The run has ended: all arrivals are in" in (ended / "workers" / "0.log").read_text()
+def test_two_workers_do_a_run(finished_run: Path) -> None:
+    assert_whole(finished_run, 40)
+    assert {line["worker"] for line in tape(finished_run)} == {0, 1}
+    assert [line["arrival"] for line in evals(finished_run)] == [0, 10, 20, 30, 40]
+    assert checkpoints(finished_run)[-1].name == "arrival-00000040"
+    assert len(list((finished_run / "journal").glob("*.safetensors"))) == 40 and len(segments(finished_run / FOLDER)) == 1
+    assert (finished_run / "credentials" / "key.pem").stat().st_mode & 0o777 == 0o600
+    assert "The run has ended: all arrivals are in" in (finished_run / "workers" / "0.log").read_text()
 
 
 def test_real_machines_keep_the_state_of_muon(programs: Programs, tmp_path: Path) -> None:
     muon = ("--inner-optimizer", "muon", "--keep-state", "--arrivals", "8", "--inner-steps", "3")
-    done = programs.serve(tmp_path / "run", *SMALL, "--workers", "2", *muon).program.end()
-    assert done.code == 0, (done.out, done.err)
+    result = programs.serve(tmp_path / "run", *SMALL, "--workers", "2", *muon).program.end()
+    assert result.code == 0, (result.out, result.err)
     assert_whole(tmp_path / "run", 8)
 
 
-def test_replay_in_json(ended: Path) -> None:
-    found = json.loads(heloco("replay", ended, "--json").out)
-    assert (found["begun_at"], found["lines"], found["difference"]) == (0, 40, "")
-    assert found["digest"] == tape(ended)[-1]["digest"]
+def test_replay_in_json(finished_run: Path) -> None:
+    replay_result = json.loads(heloco("replay", finished_run, "--json").out)
+    assert (replay_result["begun_at"], replay_result["lines"], replay_result["difference"]) == (0, 40, "")
+    assert replay_result["digest"] == tape(finished_run)[-1]["digest"]
 
 
-def test_a_real_run_is_reported_and_compared(ended: Path, tmp_path: Path) -> None:
+def test_a_real_run_is_reported_and_compared(finished_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("plotly", reason="plotly is not installed")
-    done = heloco("report", ended, "--out", tmp_path / "report.html")
+    result = heloco("report", finished_run, "--out", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     data = json.loads(re.findall(r'<script id="data" type="application/json">(.*?)</script>', page, re.S)[0])
-    assert done.code == 0 and "real time (s)" in json.dumps(data) and "virtual" not in json.dumps(data)
+    assert result.code == 0 and "real time (s)" in json.dumps(data) and "virtual" not in json.dumps(data)
     rows = [[cell["text"] for cell in row] for row in data["tables"][1]["rows"]]
     assert [row[0] for row in rows] == ["local-0", "local-1"] and sum(int(row[2]) for row in rows) == 40
     assert "are here" in data["tables"][2]["rows"][0][-1]["text"]  # until the first machine came, the run paused
-    done = heloco("compare", ended, ended)
-    assert done.code == 0 and "s of real time" in done.out, done.err
+    result = heloco("compare", finished_run, finished_run)
+    assert result.code == 0 and "s of real time" in result.out, result.err
     simulated = ("--arrivals", "4", "--paces", "1,2", "--out", tmp_path / "simulated")
     assert heloco("train", *SMALL, *simulated).code == 0
-    assert "Virtual seconds are not real ones" in heloco("compare", ended, tmp_path / "simulated", "--format", "markdown").out
-    assert heloco("report", ended, tmp_path / "simulated", "--out", tmp_path / "both.html").code == 0
+    assert (
+        "Virtual seconds are not real ones" in heloco("compare", finished_run, tmp_path / "simulated", "--format", "markdown").out
+    )
+    assert heloco("report", finished_run, tmp_path / "simulated", "--out", tmp_path / "both.html").code == 0
     assert "Simulated time is not real time: run ran on real machines." in (tmp_path / "both.html").read_text()
 
 
-def test_a_real_run_goes_on_with_serve_only(ended: Path) -> None:
-    assert_refused(ended, "resume", ended, says=f"`heloco serve {ended}` goes on with it.")
+def test_a_real_run_goes_on_with_serve_only(finished_run: Path) -> None:
+    assert_refused(finished_run, "resume", finished_run, says=f"`heloco serve {finished_run}` goes on with it.")
 
 
-def test_serving_a_finished_run_says_so_and_changes_nothing(ended: Path) -> None:
-    before = tape(ended)
-    done = heloco("serve", ended, *HERE, "--port", "0")
-    assert done.code == 0 and done.out == f"{ended} is finished: all 40 arrivals are in.\n" and tape(ended) == before
+def test_serving_a_finished_run_says_so_and_changes_nothing(finished_run: Path) -> None:
+    before = tape(finished_run)
+    result = heloco("serve", finished_run, *HERE, "--port", "0")
+    assert (
+        result.code == 0
+        and result.out == f"{finished_run} is finished: all 40 arrivals are in.\n"
+        and tape(finished_run) == before
+    )
 
 
 # ---- a machine that joins, and those who look on
@@ -120,29 +126,29 @@ def going(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Going
 
 
 def test_status_shows_who_takes_part(going: Going) -> None:
-    found = going.status()
-    [machine] = found["machines"]
-    assert found["ended"] is found["paused"] is None and found["seats"] == 2
+    status = going.status()
+    [machine] = status["machines"]
+    assert status["ended"] is status["paused"] is None and status["seats"] == 2
     assert machine["name"] == "guest" and machine["seat"] == 0 and machine["pace_s"] > 0
-    assert found["participants"] == [machine["machine"]] and found["participation_window"] == 8
-    assert 12 <= machine["arrivals"] == found["arrivals"] <= going.arrivals() and found["planned"] == 150
-    assert machine["share"] == 1 and 0 < machine["per_minute"] == found["per_minute"]
+    assert status["participants"] == [machine["machine"]] and status["participation_window"] == 8
+    assert 12 <= machine["arrivals"] == status["arrivals"] <= going.arrivals() and status["planned"] == 150
+    assert machine["share"] == 1 and 0 < machine["per_minute"] == status["per_minute"]
     shown = going.ask("status").out
     assert "going" in shown and "guest" in shown and "1 machine for 2 workers, 1 contributed to the last 8 arrivals" in shown
 
 
 def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
-    done = going.ask("doctor")
-    assert done.code == 0 and "BAD" not in done.out, done.out
-    found = {finding["subject"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
+    result = going.ask("doctor")
+    assert result.code == 0 and "BAD" not in result.out, result.out
+    findings = {finding["subject"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
     whats = {"this machine", "GPU", "kernels", "connection", "run", "clock", "latency", "download", "upload"}
-    assert whats == set(found)
-    assert all(finding["is_good"] for finding in found.values())
+    assert whats == set(findings)
+    assert all(finding["is_good"] for finding in findings.values())
 
 
 def test_the_doctor_names_what_is_wrong(going: Going) -> None:
-    done = heloco("doctor", going.address, "--token", "heloco-worker.short")
-    assert done.code == 2 and re.search(r"^BAD  connection +The token is not whole", done.out, re.M)
+    result = heloco("doctor", going.address, "--token", "heloco-worker.short")
+    assert result.code == 2 and re.search(r"^BAD  connection +The token is not whole", result.out, re.M)
 
 
 def test_the_live_page_needs_its_key(going: Going) -> None:
@@ -155,8 +161,8 @@ def test_the_live_page_needs_its_key(going: Going) -> None:
 
 
 def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
-    found = going.page.said(r"Watching at http://([\d.]+:\d+)")
-    connection = http.client.HTTPConnection(found[1], timeout=20)
+    match = going.page.said(r"Watching at http://([\d.]+:\d+)")
+    connection = http.client.HTTPConnection(match[1], timeout=20)
     connection.request("GET", "/")
     answer = connection.getresponse()
     run = going.status()["run"]
@@ -175,14 +181,14 @@ def test_a_watcher_that_is_ended_leaves_no_copy_behind(going: Going, programs: P
 
 
 def test_what_is_watched_is_what_is_there(going: Going) -> None:
-    there = Path(going.status()["folder"])
+    run_folder = Path(going.status()["folder"])
     mirror = Mirror(HttpsLink(going.address, going.viewer))
     mirror.start()
     try:
-        journal = segments(there / FOLDER)[0][1].relative_to(there)
+        journal = segments(run_folder / FOLDER)[0][1].relative_to(run_folder)
         for name in (*FIXED, *(str(journal) if name == FOLDER else name for name in GROWING)):
-            found = (mirror.folder / name).read_bytes() if (mirror.folder / name).exists() else b""
-            assert (there / name).read_bytes().startswith(found) and (found or name == "tape.jsonl"), name
+            copy = (mirror.folder / name).read_bytes() if (mirror.folder / name).exists() else b""
+            assert (run_folder / name).read_bytes().startswith(copy) and (copy or name == "tape.jsonl"), name
     finally:
         mirror.close()
 
@@ -198,8 +204,8 @@ def test_wrong_tokens(going: Going, tmp_path: Path) -> None:
             tmp_path, command, going.address, "--token", f"{start}.{turned}.{print_}", says="does not accept the token"
         )
     other = f"{start}.{secret}.{print_[::-1]}"
-    done = heloco("join", going.address, "--token", other)
-    assert done.code == 2 and "certificate" in done.sentence and "token" in done.sentence, done.err
+    result = heloco("join", going.address, "--token", other)
+    assert result.code == 2 and "certificate" in result.sentence and "token" in result.sentence, result.err
     assert_refused(tmp_path, "join", going.address, "--token", going.token[:-1], says="The token is not whole")
 
 
@@ -225,8 +231,8 @@ def test_wrong_addresses(going: Going, tmp_path: Path) -> None:
 
 def test_other_text_is_refused_and_named(going: Going, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", **dict.fromkeys(("arzhan", "auren", "thelis", "vesnar", "zumeri"), "other words"))
-    done = going.ask("join", "--data", str(text), "--device", "cpu")
-    assert done.code == 2 and "The data here is not the run's" in done.sentence and "--data DIR" in done.sentence
+    result = going.ask("join", "--data", str(text), "--device", "cpu")
+    assert result.code == 2 and "The data here is not the run's" in result.sentence and "--data DIR" in result.sentence
     assert len(going.status()["machines"]) == 1
 
 
@@ -240,8 +246,8 @@ def test_a_port_in_use(going: Going, tmp_path: Path) -> None:
 
 def test_nobody_serves_a_run_twice(going: Going) -> None:
     before = tape(going.folder)
-    done = heloco("serve", going.folder, *HERE, "--port", "0")
-    assert done.code == 2 and str(going.folder) in done.sentence, done.err
+    result = heloco("serve", going.folder, *HERE, "--port", "0")
+    assert result.code == 2 and str(going.folder) in result.sentence, result.err
     assert tape(going.folder) == before
 
 
@@ -251,17 +257,17 @@ def test_nobody_serves_a_run_twice(going: Going) -> None:
 def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None:
     going.worker.signal(signal.SIGINT)
     going.worker.signal(signal.SIGCONT)
-    left = going.worker.end()
+    worker_result = going.worker.end()
     became = r"round \d+ of worker [01] was (given back undone|handed in and is applied)"
-    assert left.code == 0 and re.search(
-        rf"Left the run \(stopped by SIGINT\): ({became}|nothing was under way)\.\n$", left.out
-    ), left
+    assert worker_result.code == 0 and re.search(
+        rf"Left the run \(stopped by SIGINT\): ({became}|nothing was under way)\.\n$", worker_result.out
+    ), worker_result
     wait_until(lambda: not going.status()["machines"], "the machine is gone")
 
     link = connect(going.address, going.token)
     silent = link.join("silent", returning=None, layout=None).ticket  # whoever is here is waited for a while
-    done = going.ask("stop")
-    assert done.code == 0 and "stopped and saved" in done.out
+    stop_result = going.ask("stop")
+    assert stop_result.code == 0 and "stopped and saved" in stop_result.out
     assert "The run has ended: stopped by `heloco stop`" in going.ask("join").sentence
     assert going.ask("doctor").code == 2
     link.leave(silent, "enough")
@@ -271,12 +277,12 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     half = going.arrivals()
     assert checkpoints(going.folder)[-1].name == f"arrival-{half:08d}"
 
-    again = programs.serve(going.folder, port="")
-    assert again.token == going.token and again.address == going.address, "it is where it was"
-    other = programs.join(again, "--name", "other")
-    watched = again.ask("watch", "--text")  # until the run has ended
+    second_service = programs.serve(going.folder, port="")
+    assert second_service.token == going.token and second_service.address == going.address, "it is where it was"
+    other = programs.join(second_service, "--name", "other")
+    watched = second_service.ask("watch", "--text")  # until the run has ended
     assert watched.code == 0 and "arrival     10/150" in watched.out and "arrival    150/150" in watched.out, watched
-    assert again.program.end().code == 0 and other.end().code == 0
+    assert second_service.program.end().code == 0 and other.end().code == 0
     assert_whole(going.folder, 150)
     assert {line["machine"].partition("#")[0].partition("~")[0] for line in tape(going.folder)[half:]} == {"other"}
     going.page.signal(signal.SIGINT)
@@ -292,10 +298,10 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     assert served.program.end().code == -signal.SIGKILL
     assert served.arrivals() < 120
     worker.said("cannot be reached|broke off|closed|Trying again")
-    again = programs.serve(run, port=served.port)
-    assert again.program.end().code == 0
-    done = worker.end()
-    assert done.code == 0 and done.out.endswith("The run has ended: all arrivals are in\n"), done
+    second_service = programs.serve(run, port=served.port)
+    assert second_service.program.end().code == 0
+    worker_result = worker.end()
+    assert worker_result.code == 0 and worker_result.out.endswith("The run has ended: all arrivals are in\n"), worker_result
     assert_whole(run, 120)
 
 
@@ -324,9 +330,14 @@ def test_folders_that_are_none(tmp_path: Path, unbroken: Callable[..., Path]) ->
     assert_refused(simulated, "serve", simulated, *HERE, "--port", "0", says=f"`heloco resume {simulated}` goes on with it")
 
 
-def test_settings_that_are_wrong(ended: Path, tmp_path: Path) -> None:
+def test_settings_that_are_wrong(finished_run: Path, tmp_path: Path) -> None:
     assert_refused(
-        ended, "serve", ended, "--arrivals", "99", says="--arrivals cannot change in a run that has begun: leave it out."
+        finished_run,
+        "serve",
+        finished_run,
+        "--arrivals",
+        "99",
+        says="--arrivals cannot change in a run that has begun: leave it out.",
     )
     assert_refused(
         tmp_path, "serve", *SMALL, "--workers", "abc", says="workers cannot be 'abc': give a whole number", cwd=tmp_path
@@ -334,12 +345,12 @@ def test_settings_that_are_wrong(ended: Path, tmp_path: Path) -> None:
     assert_refused(tmp_path, "serve", *SMALL, "--workers", "-1", says="give a whole number", cwd=tmp_path)
     assert_refused(tmp_path, "serve", *SMALL, "--port", "70000", says="0 to 65535", cwd=tmp_path)
     assert_refused(tmp_path, "serve", *SMALL, "--prot", "1", says="--port", cwd=tmp_path)
-    assert_refused(ended, "serve", *SMALL, "--out", ended, says=str(ended))
+    assert_refused(finished_run, "serve", *SMALL, "--out", finished_run, says=str(finished_run))
 
 
-def cut_journal(ended: Path, folder: Path, cut: Callable[[list[str]], list[str]]) -> Path:
+def cut_journal(finished_run: Path, folder: Path, cut: Callable[[list[str]], list[str]]) -> Path:
     """A copy of the run as a kill would have left it after its first checkpoint, but for its journal."""
-    shutil.copytree(ended, folder)
+    shutil.copytree(finished_run, folder)
     for path in checkpoints(folder)[1:]:
         shutil.rmtree(path)
     [(_, events)] = segments(folder / FOLDER)
@@ -347,41 +358,45 @@ def cut_journal(ended: Path, folder: Path, cut: Callable[[list[str]], list[str]]
     return folder
 
 
-def test_a_journal_that_was_cut(ended: Path, tmp_path: Path) -> None:
-    run = cut_journal(ended, tmp_path / "edited", lambda lines: [*lines[:20], *lines[21:]])
+def test_a_journal_that_was_cut(finished_run: Path, tmp_path: Path) -> None:
+    run = cut_journal(finished_run, tmp_path / "edited", lambda lines: [*lines[:20], *lines[21:]])
     for command in ("serve", "replay"):
         more = (*HERE, "--port", "0") if command == "serve" else ()
-        done = heloco(command, run, *more)
-        assert done.code == 2 and "the line of event 20 was edited, or lines before it are missing" in done.sentence, done.err
-        assert "Restore the file" in done.sentence and f"heloco rollback {run}" in done.sentence
-    run = cut_journal(ended, tmp_path / "short", lambda lines: lines[: len(lines) // 2])
+        result = heloco(command, run, *more)
+        assert result.code == 2 and "the line of event 20 was edited, or lines before it are missing" in result.sentence, (
+            result.err
+        )
+        assert "Restore the file" in result.sentence and f"heloco rollback {run}" in result.sentence
+    run = cut_journal(finished_run, tmp_path / "short", lambda lines: lines[: len(lines) // 2])
     before = tape(run)
-    done = heloco("serve", run, *HERE, "--port", "0")
-    assert done.code == 2 and "is cut short: it reaches to event" in done.sentence and "Restore it" in done.sentence, done.err
-    assert before == tape(ended)
+    result = heloco("serve", run, *HERE, "--port", "0")
+    assert result.code == 2 and "is cut short: it reaches to event" in result.sentence and "Restore it" in result.sentence, (
+        result.err
+    )
+    assert before == tape(finished_run)
 
 
-def test_a_journal_shorter_than_the_checkpoint(ended: Path, tmp_path: Path) -> None:
+def test_a_journal_shorter_than_the_checkpoint(finished_run: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(ended, run)
+    shutil.copytree(finished_run, run)
     [(_, events)] = segments(run / FOLDER)
     events.write_text("".join(events.read_text().splitlines(keepends=True)[:30]))
-    done = heloco("serve", run, *HERE, "--port", "0")  # all that was acknowledged is in the checkpoint
-    assert done.code == 0 and done.out.endswith("is finished: all 40 arrivals are in.\n"), (done.out, done.err)
+    result = heloco("serve", run, *HERE, "--port", "0")  # all that was acknowledged is in the checkpoint
+    assert result.code == 0 and result.out.endswith("is finished: all 40 arrivals are in.\n"), (result.out, result.err)
 
 
 def test_too_few_machines(tmp_path: Path) -> None:
     run = tmp_path / "run"
     few = ("--min-workers", "2", "--give-up-after-s", "0.5")
     assert_refused(tmp_path, "serve", *SMALL, "--seats", "1", *few, *HERE, "--out", run, says="that many machines can never take")
-    done = heloco("serve", *SMALL, "--arrivals", "6", "--seats", "2", *few, *HERE, "--port", "0", "--out", run)
-    assert done.code == 2 and "The run pauses: 0 of at least 2 machines are here." in done.out
+    result = heloco("serve", *SMALL, "--arrivals", "6", "--seats", "2", *few, *HERE, "--port", "0", "--out", run)
+    assert result.code == 2 and "The run pauses: 0 of at least 2 machines are here." in result.out
     assert (
-        "0 of at least 2 machines are here, for more than 0.5 s" in done.sentence
-        and f"`heloco serve {run}` goes on" in done.sentence
+        "0 of at least 2 machines are here, for more than 0.5 s" in result.sentence
+        and f"`heloco serve {run}` goes on" in result.sentence
     )
-    done = heloco("serve", run, "--give-up-after-s", "3600", "--min-workers", "1", "--workers", "1", *HERE, "--port", "0")
-    assert done.code == 0, (done.out, done.err)
+    result = heloco("serve", run, "--give-up-after-s", "3600", "--min-workers", "1", "--workers", "1", *HERE, "--port", "0")
+    assert result.code == 0, (result.out, result.err)
     assert_whole(run, 6)
 
 
@@ -395,8 +410,8 @@ def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -
     assert "join it from a training script" in early.ask("join").sentence
     assert "no machine has brought its model yet" in get(early, f"/page/?key={early.key}")[1]
     early.program.signal(signal.SIGINT)
-    done = early.program.end()
-    assert done.code == 130 and f"the same command with --out {run} starts again" in done.out, done
+    result = early.program.end()
+    assert result.code == 130 and f"the same command with --out {run} starts again" in result.out, result
 
     served = programs.serve(run, *settings)
     assert served.token == early.token
@@ -406,8 +421,10 @@ def test_a_script_joins_by_its_environment(programs: Programs, tmp_path: Path) -
         "loop", [sys.executable, str(script), "--steps", "100"], HELOCO_ADDRESS=served.address, HELOCO_TOKEN=served.token
     )
     assert served.program.end().code == 0
-    done = loop.end()
-    assert done.code == 0 and "29 steps, the last loss is" in done.out and "After 6 contributions from here" in done.out, done
+    result = loop.end()
+    assert result.code == 0 and "29 steps, the last loss is" in result.out and "After 6 contributions from here" in result.out, (
+        result
+    )
     assert_whole(run, 6)
     assert {line["worker"] for line in tape(run)} == {0} and all(line["loss"] > 0 for line in tape(run))
     watched = watching.end()

@@ -159,8 +159,8 @@ def test_what_is_not_finite_is_refused_before_it_is_stored_and_its_data_goes_to_
     bad["pseudo_gradient.1"][2] = value
     refuses(Code.NOT_FINITE, hand.hand_in, bad)
     assert not contribution_numbers(service.state.run.journal.folder)
-    again = hand.take()
-    assert (again.round, again.spans) == (first.round + 1, first.spans)
+    second_round = hand.take()
+    assert (second_round.round, second_round.spans) == (first.round + 1, first.spans)
     assert hand.hand_in(delta(1)).verdict == "applied"
 
 
@@ -268,7 +268,7 @@ def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_pa
     lost, other = Hand(service, "lost"), Hand(service, "other")
     for seed in range(3):
         lost.work(seed)
-    held = lost.take()
+    lost_round = lost.take()
     for step in range(30):
         clock.now += 1.0
         other.beat(step)
@@ -279,13 +279,13 @@ def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_pa
     lost.leave()
     other.take()  # its own worker's, which is behind
     other.hand_in(delta(1))
-    taken = [other.take() for _ in range(1)]
-    spans = {answer.worker: answer.spans for answer in taken}
-    while held.worker not in spans:
+    rounds = [other.take() for _ in range(1)]
+    spans = {answer.worker: answer.spans for answer in rounds}
+    while lost_round.worker not in spans:
         other.hand_in(delta(2))
         answer = other.take()
         spans[answer.worker] = answer.spans
-    assert spans[held.worker] == held.spans
+    assert spans[lost_round.worker] == lost_round.spans
 
 
 def test_nobody_is_blamed_for_the_time_in_which_the_service_stood_still(tmp_path, clock):
@@ -429,13 +429,13 @@ def test_who_holds_a_round_from_before_a_restart_is_here_when_it_was_heard_of(tm
 
 def test_contributions_are_counted_over_restarts(tmp_path, clock):
     ticket = None
-    for started in range(3):
+    for restart in range(3):
         service = opened(tmp_path / "run", clock, participation=100)
         hand = Hand(service, "one", ticket)
         ticket = hand.ticket
         for seed in range(3):
-            hand.work(10 * started + seed)
-        assert [machine.arrivals for machine in service.admin.status().machines] == [3 * (started + 1)]
+            hand.work(10 * restart + seed)
+        assert [machine.arrivals for machine in service.admin.status().machines] == [3 * (restart + 1)]
         hand.leave()
         service.close()
 
@@ -590,13 +590,13 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
     service = external_run(config(), tmp_path / "run")
     link, layout = LocalLink(service), Layout.of(model())
     refuses(Code.NO_MODEL, link.join, "m", returning=None, layout=None)
-    joined = link.join("m", returning=None, layout=layout)
-    assert joined.needs_model
-    assert service.rounds.next(joined.ticket).kind == "no-model"
+    join_answer = link.join("m", returning=None, layout=layout)
+    assert join_answer.needs_model
+    assert service.rounds.next(join_answer.ticket).kind == "no-model"
     bad = {**model(), "parameter.1": torch.full((4,), math.nan)}
-    refuses(Code.NOT_FINITE, link.send_model, joined.ticket, layout, bad, NAMES)
-    link.send_model(joined.ticket, layout, model(), NAMES)
-    refuses(Code.HAS_MODEL, link.send_model, joined.ticket, layout, model(), NAMES)
+    refuses(Code.NOT_FINITE, link.send_model, join_answer.ticket, layout, bad, NAMES)
+    link.send_model(join_answer.ticket, layout, model(), NAMES)
+    refuses(Code.HAS_MODEL, link.send_model, join_answer.ticket, layout, model(), NAMES)
     other = Layout.of({**model(), "parameter.0": torch.zeros(5, 4)})
     assert (
         "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
@@ -609,12 +609,15 @@ def test_a_run_whose_model_has_an_empty_block_goes_on_after_a_restart(tmp_path):
     folder, tensors = tmp_path / "run", {**model(), "parameter.1": torch.zeros(0)}
     service = external_run(config(), folder)
     link, layout = LocalLink(service), Layout.of(tensors)
-    joined = link.join("m", returning=None, layout=layout)
-    link.send_model(joined.ticket, layout, tensors, NAMES)
+    join_answer = link.join("m", returning=None, layout=layout)
+    link.send_model(join_answer.ticket, layout, tensors, NAMES)
     service.close()
-    again = external_run(config(), folder)
-    assert again.state.run is not None and not LocalLink(again).join("n", returning=None, layout=layout).needs_model
-    again.close()
+    second_service = external_run(config(), folder)
+    assert (
+        second_service.state.run is not None
+        and not LocalLink(second_service).join("n", returning=None, layout=layout).needs_model
+    )
+    second_service.close()
 
 
 @pytest.mark.parametrize("offset", [1 << 20, 1 << 44, (1 << 62) - 1])

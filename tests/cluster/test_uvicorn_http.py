@@ -25,10 +25,10 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__({"sslcontext": True, "peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 6)})
-        self.written = b""
+        self.output = b""
 
     def write(self, data: Any) -> None:
-        self.written += bytes(data)
+        self.output += bytes(data)
 
     def is_closing(self) -> bool:
         return False
@@ -81,7 +81,7 @@ def test_a_request_is_served_by_the_owner_with_the_app_and_only_then_is_the_conn
         assert http.feed(memoryview(b"ab")) and not http.is_discarding
         await until_answered(http)
         assert [path for _, path in owner.scopes] == ["/a"] and owner.scopes[0][0] is http.served_app
-        assert wire.written.startswith(b"HTTP/1.1 200 OK\r\n") and http.timeout_keep_alive_task is not None
+        assert wire.output.startswith(b"HTTP/1.1 200 OK\r\n") and http.timeout_keep_alive_task is not None
         http.connection_lost(ConnectionResetError())
         assert http.timeout_keep_alive_task is None, "the timer of a connection that was cut holds it in memory"
 

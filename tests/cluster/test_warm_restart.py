@@ -73,8 +73,8 @@ def goes_on(served: Served, times: int) -> None:
 
 def workers_of(run: Path, count: int) -> list[int]:
     """Process ids of local workers that are there."""
-    found = [int((run / "workers" / f"{i}.pid").read_text().split()[0]) for i in range(count)]
-    return [pid for pid in found if is_alive(pid)]
+    pids = [int((run / "workers" / f"{i}.pid").read_text().split()[0]) for i in range(count)]
+    return [pid for pid in pids if is_alive(pid)]
 
 
 def test_a_run_goes_on_after_its_synchronizer_was_killed_and_after_an_fsync_that_failed(
@@ -110,10 +110,10 @@ def test_a_run_goes_on_after_its_synchronizer_was_killed_and_after_an_fsync_that
         assert "could not be made durable (No space left on device)" in served.program.err.read_text()
         assert child_of(served) != before and workers_of(run, 1) == local
 
-    done, left = served.program.end(), guest.end()
-    assert done.code == 0 and left.code == 0, (done, left)
-    assert done.out.count("HELOCO_TOKEN=heloco-worker") == 1, "the addresses are announced once"
-    assert "The run is back." in left.out and left.out.endswith("The run has ended: all arrivals are in\n")
+    serve_result, guest_result = served.program.end(), guest.end()
+    assert serve_result.code == 0 and guest_result.code == 0, (serve_result, guest_result)
+    assert serve_result.out.count("HELOCO_TOKEN=heloco-worker") == 1, "the addresses are announced once"
+    assert "The run is back." in guest_result.out and guest_result.out.endswith("The run has ended: all arrivals are in\n")
     wait_until(lambda: not workers_of(run, 1), "the local worker is gone")
     assert_whole(run, 200)
 
@@ -130,15 +130,15 @@ def test_parent_and_child_end_together(programs: Programs, tmp_path: Path) -> No
     wait_until(lambda: not any(map(is_alive, workers)), "the local worker is gone", 5.0)
 
     for number, to_both in ((signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGINT, True)):
-        again = programs.serve(run, port="")
-        assert again.address == served.address and again.token == served.token
-        child = child_of(again)
+        second_service = programs.serve(run, port="")
+        assert second_service.address == served.address and second_service.token == served.token
+        child = child_of(second_service)
         if to_both:  # as Ctrl-C on a terminal does
             os.kill(child, number)
-        again.program.signal(number)
-        done = again.program.end()
-        assert done.code == 128 + number and done.out.endswith(f"Stopped and saved. `heloco serve {run}` goes on.\n"), done
-        assert not is_alive(child) and AGAIN not in done.out and not done.err
+        second_service.program.signal(number)
+        result = second_service.program.end()
+        assert result.code == 128 + number and result.out.endswith(f"Stopped and saved. `heloco serve {run}` goes on.\n"), result
+        assert not is_alive(child) and AGAIN not in result.out and not result.err
 
 
 # ---- a machine
@@ -156,13 +156,15 @@ def test_a_machine_whose_process_is_killed_comes_back_as_the_same_machine(progra
         wait_until(lambda arrivals=arrivals: served.arrivals() >= arrivals + 3, "three more")
         [after] = served.status()["machines"]
         assert after["machine"] == before["machine"] and children_of(machine.process.pid) != {child: ""}
-        said = machine.out.read_text()
-        assert said.count("The worker was killed by SIGKILL: it is started again, and comes back as the same machine.\n") == kills
-        assert said.count("Joined ") == kills + 1
+        output = machine.out.read_text()
+        assert (
+            output.count("The worker was killed by SIGKILL: it is started again, and comes back as the same machine.\n") == kills
+        )
+        assert output.count("Joined ") == kills + 1
     [child] = children_of(machine.process.pid)
     machine.signal(signal.SIGTERM)
-    done = machine.end()
-    assert done.code == 0 and "Left the run (stopped by SIGTERM)" in done.out and not is_alive(child), done
+    result = machine.end()
+    assert result.code == 0 and "Left the run (stopped by SIGTERM)" in result.out and not is_alive(child), result
     wait_until(lambda: not served.status()["machines"], "it has left")
 
 
@@ -194,18 +196,18 @@ IMPATIENT = "import heloco.cli.warm_restart as warm; warm.SHORTEST_PAUSE_S = war
 def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
     run = tmp_path / "run"
     dies = "import heloco.cli.warm_serve as serving, os; serving.carry_on = lambda *_: os.abort()"
-    done = heloco_with(f"{IMPATIENT}\n{dies}", *NEW, run)
-    assert done.returncode == 2 and done.stdout.count(AGAIN) == RESTART_LIMIT, done
+    result = heloco_with(f"{IMPATIENT}\n{dies}", *NEW, run)
+    assert result.returncode == 2 and result.stdout.count(AGAIN) == RESTART_LIMIT, result
     sentence = f"{RESTART_LIMIT + 1} times without an arrival in between. What was done is kept: `heloco serve {run}` goes on.\n"
-    assert done.stderr.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), done.stderr
+    assert result.stderr.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), result.stderr
 
 
 def test_a_worker_that_always_dies_is_given_up(cache: Path) -> None:  # noqa: ARG001
     dies = "import heloco.cli.join as joining, os; joining.train = lambda *_: os.abort()"
-    done = heloco_with(f"{IMPATIENT}\n{dies}", "join", "https://127.0.0.1:9")
-    assert done.returncode == 2 and done.stdout.count("it is started again") == RESTART_LIMIT, done
+    result = heloco_with(f"{IMPATIENT}\n{dies}", "join", "https://127.0.0.1:9")
+    assert result.returncode == 2 and result.stdout.count("it is started again") == RESTART_LIMIT, result
     sentence = f"The worker was killed by SIGABRT, {RESTART_LIMIT + 1} times without a round in between.\n"
-    assert done.stderr.endswith(f"heloco: {sentence}"), done.stderr
+    assert result.stderr.endswith(f"heloco: {sentence}"), result.stderr
 
 
 def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
@@ -214,8 +216,8 @@ def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) 
         def full(*_): raise OSError(errno.ENOSPC, "No space left on device")
         process.raise_descriptor_limit = full
     """
-    done = heloco_with(textwrap.dedent(full), *NEW, tmp_path / "run")
-    assert done.returncode == 1 and "No space left on device" in done.stderr and AGAIN not in done.stdout
+    result = heloco_with(textwrap.dedent(full), *NEW, tmp_path / "run")
+    assert result.returncode == 1 and "No space left on device" in result.stderr and AGAIN not in result.stdout
 
 
 def test_all_that_a_child_needs_is_imported_ahead(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
@@ -232,7 +234,7 @@ def test_all_that_a_child_needs_is_imported_ahead(tmp_path: Path, cache: Path) -
         serving.carry_on = counted
     """
     few = ("--min-workers", "1", "--give-up-after-s", "0.1")
-    done = heloco_with(patch, *NEW, tmp_path / "run", *few)
-    assert done.returncode == 2 and "0 of at least 1 machines are here" in done.stderr, done
-    late = re.search(r"^IMPORTED(.*)$", done.stdout, re.M)
+    result = heloco_with(patch, *NEW, tmp_path / "run", *few)
+    assert result.returncode == 2 and "0 of at least 1 machines are here" in result.stderr, result
+    late = re.search(r"^IMPORTED(.*)$", result.stdout, re.M)
     assert late and len(late[1].split()) < 12 and "heloco" not in late[1], late and late[1]

@@ -96,14 +96,14 @@ def is_alive(pid: int) -> bool:
 
 def children_of(pid: int) -> dict[int, str]:
     """Child -> its command line."""
-    found = {}
+    children = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             with contextlib.suppress(OSError, ValueError):
                 parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
                 if parent == pid:
-                    found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    return found
+                    children[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return children
 
 
 def send(number: int, pid: int) -> None:

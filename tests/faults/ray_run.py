@@ -88,12 +88,12 @@ class RayFaultRun(FaultRun):
     """Workers by number: first those over HTTPS, then those on the second node, last the one on the head."""
 
     modules = ("faults.ray_children", "ray")
-    runs_made = 0
+    run_count = 0
 
     def __init__(self, folder: Path, faults: list[Fault], **options: Any) -> None:
         super().__init__(folder, faults, **options)
-        RayFaultRun.runs_made += 1
-        self.net = f"127.{100 + RayFaultRun.runs_made}.{os.getpid() % 250 + 1}"  # no other Ray uses these addresses
+        RayFaultRun.run_count += 1
+        self.net = f"127.{100 + RayFaultRun.run_count}.{os.getpid() % 250 + 1}"  # no other Ray uses these addresses
         self.on_node = range((self.workers - 1) // 2 + (self.workers - 1) % 2, self.workers - 1)
         self.on_head = self.workers - 1
         self.token_file = folder / "ray-token"

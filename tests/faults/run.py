@@ -88,7 +88,7 @@ class FaultRun:
         """The synchronizer's process, as it was seen last."""
         self.orphans: list[int] = []
         """Children of a `heloco serve` that was killed."""
-        self.started = 0.0
+        self.last_start_s = 0.0
         self.tokens: dict[str, str] = {}
         self.fsync_order = folder / "orders-fsync"
         self.library = failing_fsync(folder)
@@ -136,8 +136,8 @@ class FaultRun:
             return {"arrivals": 0, "ended": None, "machines": []}
 
     def is_finished(self) -> bool:
-        ended = self.status()["ended"]
-        return ended is not None and ended["kind"] == "finished"
+        end = self.status()["ended"]
+        return end is not None and end["kind"] == "finished"
 
     def note_restarts(self) -> None:
         """Of the synchronizer, which its parent starts again."""
@@ -149,8 +149,8 @@ class FaultRun:
     def restart_the_dead(self) -> None:
         self.note_restarts()
         is_down = not self.synchronizer.is_alive() and not any(map(is_alive, self.orphans))
-        if is_down and time.monotonic() > self.started + AT_THE_EARLIEST_S:
-            self.started = time.monotonic()
+        if is_down and time.monotonic() > self.last_start_s + AT_THE_EARLIEST_S:
+            self.last_start_s = time.monotonic()
             self.restarts["heloco serve"] += 1
             if self.restarts["heloco serve"] > 3 * self.planned + 10:
                 raise RuntimeError("the synchronizer cannot be started any more")
@@ -315,10 +315,10 @@ class FaultRun:
             end_process(self.synchronizer, 60.0)
 
     def account(self, arrivals: int) -> dict[str, Any]:
-        counted = account(self.run, self.folder, arrivals)
+        figures = account(self.run, self.folder, arrivals)
         damaged = dict(collections.Counter(self.damaged))
         self.restarts["worker"] = sum(len(self.starts_of(number)) - 2 for number in range(self.workers))
-        return {**counted, "faults": dict(self.struck), "restarts": dict(self.restarts), "damaged": damaged}
+        return {**figures, "faults": dict(self.struck), "restarts": dict(self.restarts), "damaged": damaged}
 
 
 def run_once(

@@ -134,14 +134,14 @@ def test_a_node_that_finds_no_synchronizer_for_long_connects_anew(monkeypatch):
             return getattr(module.require_ray(), name)
 
         def is_initialized(self):
-            return self.connections > 0 and not self.gone
+            return self.connections > 0 and not self.is_gone
 
         def start(self, *_, **__):
-            self.connections, self.gone = self.connections + 1, False
+            self.connections, self.is_gone = self.connections + 1, False
             return self
 
         def stop(self):
-            self.gone = True
+            self.is_gone = True
 
         def get_actor(self, *_, **__):
             if self.connections < 2:

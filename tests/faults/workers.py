@@ -58,7 +58,7 @@ class Obedient:
     papers: Papers
     flips = False
     """Whether to flip one bit of what is sent, so that the digest is wrong."""
-    sent: "list[tuple[tuple[Any, ...], Any]]"
+    deliveries: "list[tuple[tuple[Any, ...], Any]]"
     """The last contributions, with their acknowledgements."""
 
     def fetch(self, *arguments: Any) -> Any:
@@ -66,7 +66,7 @@ class Obedient:
         return super().fetch(*arguments)  # type: ignore[misc]
 
     def hand_in(self, *arguments: Any) -> Any:
-        self.sent = getattr(self, "sent", [])
+        self.deliveries = getattr(self, "deliveries", [])
         do = self.papers.order("hand in")
         if do == "corrupt":
             self.flips = True
@@ -78,11 +78,11 @@ class Obedient:
         if do == "double":
             second_ack = self._deliver(*arguments)
             assert second_ack == ack, (second_ack, ack)
-        if do == "replay" and self.sent:
-            self._replay(*self.sent[0])
+        if do == "replay" and self.deliveries:
+            self._replay(*self.deliveries[0])
         ticket, key, layout, tensors, report = arguments
-        self.sent = [
-            *self.sent[-SENT_LIMIT + 1 :],
+        self.deliveries = [
+            *self.deliveries[-SENT_LIMIT + 1 :],
             ((ticket, key, layout, {n: t.clone() for n, t in tensors.items()}, report), ack),
         ]
         return ack

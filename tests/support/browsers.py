@@ -18,9 +18,9 @@ def find_browser() -> str | None:
 def started_browser(path: str | None) -> Iterator[Any]:
     """A browser of the system, or the one that `playwright install chromium` brought."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as started:
+    with playwright.sync_playwright() as driver:
         try:
-            browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+            browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no browser can be started: {str(error).splitlines()[0]}")
         yield browser

@@ -47,15 +47,15 @@ def momenta(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[Tens
     return [optimizer.state[p]["momentum_buffer"] for p in params]
 
 
-def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
+def assert_same(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """Equal to the bit."""
-    for x, y in zip(left, right, strict=True):
+    for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
-def assert_near(left: list[Tensor], right: list[Tensor]) -> None:
+def assert_near(ours: list[Tensor], theirs: list[Tensor]) -> None:
     """Equal up to the roundings of a few steps over numbers of order 1 to 10."""
-    for x, y in zip(left, right, strict=True):
+    for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-13, atol=1e-13)
 
 

@@ -93,9 +93,9 @@ class Machine:
 
     def __init__(self, link: Any, name: str = "m") -> None:
         self.link = link
-        joined = link.join(name, returning=None, layout=None)
-        self.ticket, self.layout = joined.ticket, Layout(joined.start_layout)
-        self.contribution = Layout(joined.contribution_layout)
+        join_answer = link.join(name, returning=None, layout=None)
+        self.ticket, self.layout = join_answer.ticket, Layout(join_answer.start_layout)
+        self.contribution = Layout(join_answer.contribution_layout)
         self.start_digest = ""
 
     def take(self) -> RoundKey:

@@ -46,8 +46,8 @@ class Nursery:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        found = os.pathsep.join([str(TESTS), *sys.path])
-        environment = os.environ | {"PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+        search_path = os.pathsep.join([str(TESTS), *sys.path])
+        environment = os.environ | {"PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", "from support.nursery import obey; obey()"]
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -116,13 +116,13 @@ def _live(order: dict[str, Any]) -> None:
 
 
 def _count_events(folder: str, event: int) -> None:
-    seen = 0
+    event_count = 0
 
     def look(_: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal seen
+        nonlocal event_count
         if any(isinstance(a, str | os.PathLike) and os.fspath(a).startswith(folder) for a in arguments):
-            seen += 1
-            if seen == event:
+            event_count += 1
+            if event_count == event:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(look)

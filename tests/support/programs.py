@@ -32,10 +32,10 @@ HERE = ("--ray", "off", "--host", "127.0.0.1")
 
 def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> Any:
     until = time.monotonic() + limit_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < until, f"after {limit_s:g} s still not: {what}"
         time.sleep(0.01)
-    return found
+    return value
 
 
 class Program:
@@ -54,12 +54,12 @@ class Program:
 
         def look() -> re.Match[str] | None:
             over = self.process.poll() is not None
-            found = re.search(pattern, self.out.read_text())
-            assert found or not over, (pattern, self.out.read_text(), self.err.read_text())
-            return found
+            match = re.search(pattern, self.out.read_text())
+            assert match or not over, (pattern, self.out.read_text(), self.err.read_text())
+            return match
 
-        found: re.Match[str] = wait_until(look, f"{pattern!r} in {self.out}")
-        return found
+        match: re.Match[str] = wait_until(look, f"{pattern!r} in {self.out}")
+        return match
 
     def end(self) -> Done:
         code = self.process.wait(timeout=LIMIT_S)
@@ -117,12 +117,12 @@ class Served:
 class Programs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.started: list[Program] = []
+        self.programs: list[Program] = []
 
     def start(self, name: str, command: list[str], **environment: str) -> Program:
-        made = Program(self.folder, f"{len(self.started)}-{name}", command, **environment)
-        self.started.append(made)
-        return made
+        program = Program(self.folder, f"{len(self.programs)}-{name}", command, **environment)
+        self.programs.append(program)
+        return program
 
     def heloco(self, *arguments: str | Path, **environment: str) -> Program:
         command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
@@ -147,8 +147,8 @@ def assert_whole(folder: Path, arrivals: int) -> None:
     assert [line["arrival"] for line in lines] == list(range(1, arrivals + 1))
     rounds = [(line["worker"], line["round"]) for line in lines]
     assert len(set(rounds)) == len(rounds)
-    done = heloco("replay", folder)
-    assert done.code == 0 and "All are the same, to the bit." in done.out, (done.out, done.err)
+    result = heloco("replay", folder)
+    assert result.code == 0 and "All are the same, to the bit." in result.out, (result.out, result.err)
 
 
 def get(served: Served, path: str) -> tuple[int, str]:

@@ -43,9 +43,9 @@ class Done:
     @property
     def sentence(self) -> str:
         """The one sentence on stderr; beside it there may be only the bars of the tokenising."""
-        said = [line for line in self.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
-        assert len(said) == 1 and said[0].startswith("heloco: "), self.err
-        return said[0].removeprefix("heloco: ")
+        sentences = [line for line in self.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
+        assert len(sentences) == 1 and sentences[0].startswith("heloco: "), self.err
+        return sentences[0].removeprefix("heloco: ")
 
 
 @contextlib.contextmanager
@@ -71,8 +71,8 @@ def heloco(*arguments: str | Path, cwd: Path | None = None, threads: int = 1) ->
 
 def train(out: Path, *settings: str | Path) -> Path:
     """A tiny run that must go well; returns its folder."""
-    done = heloco("train", *TINY, *settings, "--out", out)
-    assert done.code == 0, done.err
+    result = heloco("train", *TINY, *settings, "--out", out)
+    assert result.code == 0, result.err
     return out
 
 
@@ -87,11 +87,11 @@ def write_text(folder: Path, **changed: str) -> Path:
 
 def digests(folder: Path) -> dict[str, str]:
     """Every file and folder below, hidden ones too, with a digest of its content: whatever changes shows."""
-    found = {}
+    digest_by_name = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        found[name] = "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return found
+        digest_by_name[name] = "folder" if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return digest_by_name
 
 
 def outcome(folder: Path) -> dict[str, str]:
@@ -119,7 +119,7 @@ def evals(folder: Path) -> list[dict[str, Any]]:
 def assert_refused(around: Path, *arguments: str | Path, says: str, cwd: Path | None = None) -> None:
     """Exit code 2, one sentence with `says` in it, and the folder `around` it all as it was."""
     before = digests(around)
-    done = heloco(*arguments, cwd=cwd)
-    assert done.code == 2, (done.out, done.err)
-    assert says in done.sentence
+    result = heloco(*arguments, cwd=cwd)
+    assert result.code == 2, (result.out, result.err)
+    assert says in result.sentence
     assert digests(around) == before

@@ -100,9 +100,9 @@ class Hand:
 
     def join(self) -> Joined:
         """Joins the run, or comes back as the same machine."""
-        joined = self.service.members.join(join_request(self.name), self.returning)
-        self.ticket = self.returning = joined.ticket
-        return joined
+        join_answer = self.service.members.join(join_request(self.name), self.returning)
+        self.ticket = self.returning = join_answer.ticket
+        return join_answer
 
     @property
     def id(self) -> str:

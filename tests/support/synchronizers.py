@@ -85,5 +85,5 @@ def arrive(synchronizer: Synchronizer, worker: int, deltas: list[Tensor]) -> Arr
     for each in range(WORKERS):
         if each not in synchronizer.held and each not in synchronizer.waiting:
             synchronizer.dispatch(each)
-    held = synchronizer.held[worker]
-    return synchronizer.receive(Contribution(worker, held.index, held.version, deltas))
+    round_under_way = synchronizer.held[worker]
+    return synchronizer.receive(Contribution(worker, round_under_way.index, round_under_way.version, deltas))
