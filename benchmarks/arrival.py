@@ -81,19 +81,19 @@ def floor(blocks: dict[str, Tensor], folder: Path, repeats: int) -> dict[str, fl
     target = torch.empty_like(whole)
     numbers = itertools.count()
 
-    def written() -> None:  # to a new file each time, as a journal does
+    def write_file() -> None:  # to a new file each time, as a journal does
         with (folder / f"floor-{next(numbers)}").open("wb", buffering=0) as file:
             write_all(file, memoryview(whole.numpy()).cast("B"))
             os.fsync(file.fileno())
 
-    found = {
+    times = {
         "copies_s": 2 * median(lambda: target.copy_(whole), repeats),
         "outer_step_s": median(lambda: outer.step(weight=0.5, pseudo_gradients=delta), repeats),
-        "write_and_fsync_s": median(written, repeats),
+        "write_and_fsync_s": median(write_file, repeats),
     }
     for path in folder.glob("floor-*"):
         path.unlink()
-    return {**found, "sum_s": sum(found.values())}
+    return {**times, "sum_s": sum(times.values())}
 
 
 NO_FLOOR = dict.fromkeys(("copies_s", "outer_step_s", "write_and_fsync_s", "sum_s"), math.nan)
@@ -102,12 +102,12 @@ NO_FLOOR = dict.fromkeys(("copies_s", "outer_step_s", "write_and_fsync_s", "sum_
 # ---- the real thing
 
 
-def serve(folder: str, workers: int, told: Any) -> None:
+def serve(folder: str, workers: int, pipe: Any) -> None:
     from heloco.cluster.server.process import ListenConfig, RunHost, spec_of
 
     host = RunHost.open(spec_of(config(workers), Path(folder), listen=ListenConfig("127.0.0.1", 0)))
-    told.send((host.address, host.token("worker"), os.getpid()))
-    told.recv()
+    pipe.send((host.address, host.token("worker"), os.getpid()))
+    pipe.recv()
     host.close()
 
 
@@ -159,8 +159,8 @@ class Memory(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        found = memory_of(self.pid)
-        for what, size in (found | {"own_and_files": found["own"] + found["files"]}).items():
+        sizes = memory_of(self.pid)
+        for what, size in (sizes | {"own_and_files": sizes["own"] + sizes["files"]}).items():
             self.peaks[what] = max(size, self.peaks.get(what, 0))
 
     def end(self) -> dict[str, int]:
@@ -182,17 +182,17 @@ def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> d
         name.replace("parameter", "pseudo_gradient"): torch.randn_like(t) * 1e-3 if small else torch.zeros_like(t)
         for name, t in blocks.items()
     }
-    taken = link.next_round(ticket, 5.0)
+    answer = link.next_round(ticket, 5.0)
     memory = Memory(pid)
     times: dict[str, list[float]] = {"hand_in_s": [], "next_round_s": [], "fetch_s": [], "arrival_s": []}
     for _ in range(arrivals):
         link.beat(ticket, 0)
         marks = [time.perf_counter()]
-        link.hand_in(ticket, taken.key, contribution, delta, ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1))
+        link.hand_in(ticket, answer.key, contribution, delta, ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1))
         marks.append(time.perf_counter())
-        taken = link.next_round(ticket, 5.0)
+        answer = link.next_round(ticket, 5.0)
         marks.append(time.perf_counter())
-        link.fetch(ticket, taken.key, layout, taken.start_digest)
+        link.fetch(ticket, answer.key, layout, answer.start_digest)
         marks.append(time.perf_counter())
         for name, a, b in zip(times, marks, marks[1:], strict=False):
             times[name].append(b - a)
@@ -202,7 +202,7 @@ def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> d
     link.close()
     size = sum(len(piece) for piece in pieces(layout, blocks))
     return {
-        **{name: statistics.median(found) for name, found in times.items()},
+        **{name: statistics.median(seconds) for name, seconds in times.items()},
         **{f"{what}_x_model": peak / size for what, peak in peaks.items()},
     }
 
@@ -214,17 +214,17 @@ def main() -> None:
     parser.add_argument("--arrivals", type=int, default=15)
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--out", type=Path, help="write the numbers here")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     results: list[dict[str, Any]] = []
     columns = ("hand in", "round", "fetch", "arrival", "floor", "ratio", "link", "ratio")
     print(" " * 13 + "".join(f"{c:>7}" if c == "ratio" else f"{c:>9}" for c in columns) + "  memory × model")
-    for name in given.models:
+    for name in arguments.models:
         blocks = blocks_of(name)
-        for kind in given.links:
-            results.append(row(name, kind, blocks, given.arrivals, given.folder))
+        for kind in arguments.links:
+            results.append(row(name, kind, blocks, arguments.arrivals, arguments.folder))
             print(shown(results[-1]), flush=True)
-    if given.out:
-        given.out.write_text(
+    if arguments.out:
+        arguments.out.write_text(
             json.dumps({"results": results, "python": sys.version.split()[0], "torch": torch.__version__}, indent=1)
         )
 
@@ -235,20 +235,20 @@ def row(name: str, kind: str, blocks: dict[str, Tensor], arrivals: int, disk: Pa
     room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") > 12 * size
 
     def both(new: Callable[[], Any], pid: int) -> dict[str, Any]:
-        found = measured(new(), pid, blocks, arrivals)
-        return found | {"transport": TRANSPORTS[kind](size, arrivals)}
+        numbers = measured(new(), pid, blocks, arrivals)
+        return numbers | {"transport": TRANSPORTS[kind](size, arrivals)}
 
     folder = Path(tempfile.mkdtemp(dir=disk))
     try:
         before = floor(blocks, folder, arrivals) if room else NO_FLOOR
-        found = LINKS[kind](folder, both)
+        measurement = LINKS[kind](folder, both)
         after = floor(blocks, folder, arrivals) if room else NO_FLOOR
     finally:
         shutil.rmtree(folder)
     least = {part: statistics.mean((before[part], after[part])) for part in before}
-    with_link = sum(found["transport"].values()) + least["outer_step_s"] + least["write_and_fsync_s"]
-    ratios = {"ratio": found["arrival_s"] / least["sum_s"], "ratio_with_link": found["arrival_s"] / with_link}
-    return {"model": name, "link": kind, **found, "floor": least, "floor_with_link_s": with_link, **ratios}
+    with_link = sum(measurement["transport"].values()) + least["outer_step_s"] + least["write_and_fsync_s"]
+    ratios = {"ratio": measurement["arrival_s"] / least["sum_s"], "ratio_with_link": measurement["arrival_s"] / with_link}
+    return {"model": name, "link": kind, **measurement, "floor": least, "floor_with_link_s": with_link, **ratios}
 
 
 def shown(row: dict[str, Any]) -> str:

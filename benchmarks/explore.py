@@ -58,8 +58,8 @@ class Keeper:
             self.rates.append((now - self.reported) / (steps_done - self.steps_reported))
         self.reported, self.steps_reported = now, steps_done
         rate = self.rates[-1] if self.rates else math.nan
-        left = f"{1e3 * rate:.3f} ms a step, {rate * (steps_total - steps_done):.0f} s left"
-        print(f"{now - self.began:.0f} s: {steps_done / steps_total:.1%}, {left}", flush=True)
+        forecast = f"{1e3 * rate:.3f} ms a step, {rate * (steps_total - steps_done):.0f} s left"
+        print(f"{now - self.began:.0f} s: {steps_done / steps_total:.1%}, {forecast}", flush=True)
 
     def finished(self, key: str, collected: Collector, reason: str = "") -> None:
         run, place = self.runs[key]
@@ -87,13 +87,13 @@ def places_of(spec: str, settings: dict[str, object], scale: str) -> list[Place]
 
 
 def planned(specs: Sequence[str], settings: dict[str, object], scale: str, tasks: Tasks) -> Runs:
-    found: Runs = {}
+    runs: Runs = {}
     for spec in specs:
         for place in places_of(spec, settings, scale):
             task, config = tasks.build_once(place.config)
             key = digest(config, task.digest)
-            found.setdefault(key, (Planned(key, task, config), replace(place, config=config)))
-    return found
+            runs.setdefault(key, (Planned(key, task, config), replace(place, config=config)))
+    return runs
 
 
 def steps_of(run: Planned) -> int:
@@ -144,18 +144,18 @@ def main() -> None:
     settings = {name: value for name in ("data", "tokenizer", "device") if (value := getattr(chosen, name)) is not None}
     tasks, store = Tasks(build_task), RunStore(chosen.out)
     at = chosen.grids.index("+") if "+" in chosen.grids else len(chosen.grids)
-    certain, further = (planned(some, settings, chosen.scale, tasks) for some in (chosen.grids[:at], chosen.grids[at + 1 :]))
+    certain, further = (planned(specs, settings, chosen.scale, tasks) for specs in (chosen.grids[:at], chosen.grids[at + 1 :]))
     further = {key: run for key, run in further.items() if key not in certain}
-    first, then = ([run for key, (run, _) in some.items() if store.read(key) is None] for some in (certain, further))
-    for runs in (first, then):
+    first, second = ([run for key, (run, _) in group.items() if store.read(key) is None] for group in (certain, further))
+    for runs in (first, second):
         print(f"{len(runs)} runs are missing: {sum(map(steps_of, runs)):,} steps", flush=True)
     if chosen.plan:
         return
     keeper = Keeper({**further, **certain}, store)
     in_time = carry_out(first, keeper, device, until) if first else True
-    then = that_fit(then, SAFETY * (until - time.monotonic()) / keeper.seconds_per_step) if in_time else []
-    if then:
-        carry_out(then, keeper, device, until)
+    second = that_fit(second, SAFETY * (until - time.monotonic()) / keeper.seconds_per_step) if in_time else []
+    if second:
+        carry_out(second, keeper, device, until)
 
 
 if __name__ == "__main__":

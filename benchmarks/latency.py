@@ -130,7 +130,7 @@ def hand_in_often(link: HttpsLink, number: int, pause_s: float, is_enough: Calla
     return spans
 
 
-def measure_phases(model: str, wanted: int, limit_s: float, disk: Path | None) -> dict[str, Any]:
+def measure_phases(model: str, goal: int, limit_s: float, disk: Path | None) -> dict[str, Any]:
     pause_s, settings = LOADS[model]
     values = {"preset": model, "languages": ["auren", "thelis"], "paces": [1.0] * MACHINES, "arrivals": 1_000_000, **settings}
     config = resolve(with_fields(RunConfig(), {**values, "device": "cpu", "beat_s": 30.0, "journal_gb": 0.0}))
@@ -141,7 +141,7 @@ def measure_phases(model: str, wanted: int, limit_s: float, disk: Path | None) -
 
         def is_enough() -> bool:
             phases = [watch.phase(span) for span in commits[WARM_UP:]]
-            return time.monotonic() > until_s or min(phases.count(phase) for phase in PHASES[:3]) >= wanted
+            return time.monotonic() > until_s or min(phases.count(phase) for phase in PHASES[:3]) >= goal
 
         def work(number: int) -> list[Span]:
             return hand_in_often(TimedLink(address, worker_token, commits), number, MACHINES * pause_s, is_enough)
@@ -202,18 +202,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement in part 2")
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--out", type=Path, help="write the numbers here")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     results: dict[str, Any] = {"python": sys.version.split()[0], "torch": torch.__version__, "viewers": []}
-    if given.acknowledgements:
-        results["phases"] = measure_phases(given.model, given.acknowledgements, given.limit, given.folder)
+    if arguments.acknowledgements:
+        results["phases"] = measure_phases(arguments.model, arguments.acknowledgements, arguments.limit, arguments.folder)
         show_phases(results["phases"])
-    if given.viewers:
-        results["viewers"] = compare_viewers(given.viewers, given.rounds, given.seconds, given.folder)
+    if arguments.viewers:
+        results["viewers"] = compare_viewers(arguments.viewers, arguments.rounds, arguments.seconds, arguments.folder)
     for row in results["viewers"]:
         rate = f"{row['viewers']:>4} viewers {row['arrivals_per_s']:8.1f} arrivals/s, ratio {row['ratio']:.2f}"
         print(f"{rate}, {row['bytes_per_viewer_and_arrival']:8.0f} bytes per viewer and arrival")
-    if given.out:
-        given.out.write_text(json.dumps(results, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

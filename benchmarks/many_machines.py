@@ -26,32 +26,32 @@ DELTA = {f"pseudo_gradient.{i}": torch.full_like(t, 1e-3) for i, t in enumerate(
 REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 
-def machine(link: Any, name: str, over: threading.Event, done: list[int]) -> None:
+def machine(link: Any, name: str, over: threading.Event, arrivals: list[int]) -> None:
     client = RunClient(link, name, layout=Layout.of(BLOCKS), tell=lambda _: None)
     if client.join().needs_model:
         client.send_model(Layout.of(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
-    while (taken := client.take(over.is_set)) is not None:
-        client.hand_in(taken.key, DELTA, REPORT)
-        done.append(1)
+    while (answer := client.take(over.is_set)) is not None:
+        client.hand_in(answer.key, DELTA, REPORT)
+        arrivals.append(1)
     client.leave()
 
 
 def measured(new_link: Any, pid: int, machines: int, seconds: float) -> dict[str, Any]:
-    over, done = threading.Event(), list[int]()
-    threads = [threading.Thread(target=machine, args=(new_link(), f"m{i}", over, done)) for i in range(machines)]
+    over, arrivals = threading.Event(), list[int]()
+    threads = [threading.Thread(target=machine, args=(new_link(), f"m{i}", over, arrivals)) for i in range(machines)]
     for thread in threads:
         thread.start()
-    while len(done) < 2 * machines:
+    while len(arrivals) < 2 * machines:
         time.sleep(0.05)
-    before, began = len(done), time.perf_counter()
+    before, began = len(arrivals), time.perf_counter()
     time.sleep(seconds)
-    made, took = len(done) - before, time.perf_counter() - began
+    count, took = len(arrivals) - before, time.perf_counter() - began
     over.set()
     for thread in threads:
         thread.join()
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     peak = int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
-    return {"machines": machines, "arrivals_per_s": made / took, "peak_mb": peak / 1e6}
+    return {"machines": machines, "arrivals_per_s": count / took, "peak_mb": peak / 1e6}
 
 
 def main() -> None:
@@ -60,21 +60,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--link", choices=("https", "ray"), default="https")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     results = []
-    for count in given.machines:
-        with tempfile.TemporaryDirectory() as made:
-            run = over_https if given.link == "https" else over_ray
-            work = lambda new, pid, count=count: measured(new, pid, count, given.seconds)  # noqa: E731
-            results.append(run(Path(made), work, workers=count))
+    for count in arguments.machines:
+        with tempfile.TemporaryDirectory() as folder:
+            run = over_https if arguments.link == "https" else over_ray
+            work = lambda new, pid, count=count: measured(new, pid, count, arguments.seconds)  # noqa: E731
+            results.append(run(Path(folder), work, workers=count))
         print(
             f"{count:>4} machines  {results[-1]['arrivals_per_s']:8.1f} arrivals/s  {results[-1]['peak_mb']:8.0f} MB at most",
             flush=True,
         )
     first, last = results[0], results[-1]
     print(f"{last['arrivals_per_s'] / first['arrivals_per_s']:.0%} of the arrivals of {first['machines']} machines")
-    if given.out:
-        given.out.write_text(json.dumps(results, indent=1))
+    if arguments.out:
+        arguments.out.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

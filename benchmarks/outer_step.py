@@ -77,14 +77,14 @@ def sharing(optimizer: torch.optim.Optimizer, parameters: list[Tensor], momenta:
 def contenders(parameters: list[Tensor], momenta: list[Tensor]) -> tuple[list[Contender], HeLoCo]:
     heloco = HeLoCo(parameters, lr=LR, momentum=MU)
     ways: dict[str, dict[str, Any]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
-    found = [
+    rivals = [
         Contender(f"SGD {way}", 5, sharing(SGD(parameters, LR, MU, nesterov=True, **kw), parameters, momenta))
         for way, kw in ways.items()
     ]
-    found.append(Contender("MLA", 7, sharing(MLA(parameters, lr=LR, momentum=MU), parameters, momenta)))
-    found.append(Contender("HeLoCo", 7, sharing(heloco, parameters, momenta)))
-    found.append(Contender("HeLoCo, plain version", None, lambda: plain_step(parameters, momenta)))
-    return found, heloco
+    rivals.append(Contender("MLA", 7, sharing(MLA(parameters, lr=LR, momentum=MU), parameters, momenta)))
+    rivals.append(Contender("HeLoCo", 7, sharing(heloco, parameters, momenta)))
+    rivals.append(Contender("HeLoCo, plain version", None, lambda: plain_step(parameters, momenta)))
+    return rivals, heloco
 
 
 class Arrivals:
@@ -113,13 +113,13 @@ class Arrivals:
 @contextmanager
 def silenced() -> Iterator[None]:
     """Standard error thrown away, also what C++ writes there: torch's profiler announces itself."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr_copy, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr_copy, 2)
+        os.close(stderr_copy)
         os.close(nowhere)
 
 
@@ -136,10 +136,10 @@ def largest_temporary(step: Callable[[], object]) -> int:
     return int(max(largest, peak))
 
 
-def timed(found: list[Contender], draw: Callable[[], None], repeats: int) -> Iterator[tuple[str, float]]:
+def timed(rivals: list[Contender], draw: Callable[[], None], repeats: int) -> Iterator[tuple[str, float]]:
     for repeat in range(repeats + 1):
-        turn = repeat % len(found)
-        for contender in found[turn:] + found[:turn]:
+        turn = repeat % len(rivals)
+        for contender in rivals[turn:] + rivals[:turn]:
             draw()
             start = time.perf_counter()
             contender.step()
@@ -152,10 +152,10 @@ def measure(shapes: Shapes, repeats: int, seed: int) -> dict[str, Any]:
     parameters: list[Tensor] = [torch.nn.Parameter(torch.empty(shape)) for shape in shapes]
     momenta = [torch.empty(shape) for shape in shapes]
     arrivals = Arrivals(parameters, momenta, seed)
-    found, heloco = contenders(parameters, momenta)
-    times: dict[str, list[float]] = {contender.name: [] for contender in found}
+    rivals, heloco = contenders(parameters, momenta)
+    times: dict[str, list[float]] = {contender.name: [] for contender in rivals}
     cases: Counter[str] = Counter()
-    for name, elapsed in timed(found, arrivals.draw, repeats):
+    for name, elapsed in timed(rivals, arrivals.draw, repeats):
         times[name].append(elapsed)
         if name == "HeLoCo":
             cases.update(outcome.case for outcome in heloco.outcomes)
@@ -173,7 +173,7 @@ def measure(shapes: Shapes, repeats: int, seed: int) -> dict[str, Any]:
             "gigabytes_per_s": None if c.passes is None else c.passes * 4e-9 * count / medians[c.name],
             "largest_temporary_bytes": largest_temporary(c.step),
         }
-        for c in found
+        for c in rivals
     ]
     largest = max(p.numel() * p.element_size() for p in parameters)
     return {"parameters": count, "blocks": len(shapes), "largest_block_bytes": largest, "cases": dict(cases), "rows": rows}

@@ -125,10 +125,10 @@ def measure(name: str, config: GPTConfig, repeats: int) -> dict[str, Any]:
     for optimizer in (heloco, sgd):
         for p, m in zip(parameters, momenta, strict=True):
             optimizer.state[p]["momentum_buffer"] = m
-    found: dict[str, Any] = {"name": name, "parameters": count, "blocks": len(parameters)}
+    row: dict[str, Any] = {"name": name, "parameters": count, "blocks": len(parameters)}
     if name == "14.5M":
-        found["deviation_from_portable"] = deviation(heloco, parameters, momenta)
-        found["eager_portable_ms"] = eager_ms(portable(heloco.step), 5)
+        row["deviation_from_portable"] = deviation(heloco, parameters, momenta)
+        row["eager_portable_ms"] = eager_ms(portable(heloco.step), 5)
 
     elsewhere = torch.ones(1 << 27, device=DEVICE)
     passes = gpu.BlockKernels([p.detach() for p in parameters], momenta, [p.grad for p in parameters if p.grad is not None])
@@ -139,7 +139,7 @@ def measure(name: str, config: GPTConfig, repeats: int) -> dict[str, Any]:
     sums = graph_ms(lambda: passes.decide(table), repeats, elsewhere.sum)
     fused = graph_ms(sgd.step, repeats, elsewhere.sum)
     speed = 7 * 4 * count / step / 1e6
-    return found | {
+    return row | {
         "copy_gb_s": copy,
         "step_ms": step,
         "of_which_statistics_ms": sums,

@@ -18,8 +18,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="heloco-benchmark-") as folder:
         first_s, corpus = timed(arguments, Path(folder))
-        second_s, again = timed(arguments, Path(folder))
-        assert again.digest == corpus.digest
+        second_s, cached_corpus = timed(arguments, Path(folder))
+        assert cached_corpus.digest == corpus.digest
         show(corpus, first_s, second_s)
 
 

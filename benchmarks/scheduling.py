@@ -32,12 +32,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--arrivals", type=int, default=1_000_000)
-    asked = parser.parse_args()
-    seconds = min(run(asked.workers, asked.arrivals) for _ in range(3))
-    print(f"{asked.workers:,} workers, {asked.arrivals:,} arrivals: {seconds:.2f} s (best of 3), goal < 10 s")
-    few, many = (peak_bytes(asked.workers, n) for n in (asked.arrivals // 100, asked.arrivals // 10))
+    arguments = parser.parse_args()
+    seconds = min(run(arguments.workers, arguments.arrivals) for _ in range(3))
+    print(f"{arguments.workers:,} workers, {arguments.arrivals:,} arrivals: {seconds:.2f} s (best of 3), goal < 10 s")
+    few, many = (peak_bytes(arguments.workers, n) for n in (arguments.arrivals // 100, arguments.arrivals // 10))
     print(
-        f"peak Python memory: {few / 1e6:.2f} MB for {asked.arrivals // 100:,}, {many / 1e6:.2f} MB for {asked.arrivals // 10:,}"
+        f"peak Python memory: {few / 1e6:.2f} MB for {arguments.arrivals // 100:,}, "
+        f"{many / 1e6:.2f} MB for {arguments.arrivals // 10:,}"
     )
 
 

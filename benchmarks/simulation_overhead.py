@@ -60,9 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--inner-steps", type=int, default=80)
-    asked = parser.parse_args()
-    settings = {"preset": "paper", "vocab_size": 50257, "inner_steps": asked.inner_steps, "batch_size": 2, "device": "cpu"}
-    config = resolve(with_fields(RunConfig(), settings | {"arrivals": asked.rounds + 1}))
+    arguments = parser.parse_args()
+    settings = {"preset": "paper", "vocab_size": 50257, "inner_steps": arguments.inner_steps, "batch_size": 2, "device": "cpu"}
+    config = resolve(with_fields(RunConfig(), settings | {"arrivals": arguments.rounds + 1}))
     task, config = build_task(config)
     run = LocalRun(task, config)
     bare = BareLoop(run)
@@ -81,7 +81,9 @@ def main() -> None:
     rounds = rounds[1:]  # the first warms up
     ours, theirs = (statistics.median(seconds) for seconds in zip(*rounds, strict=True))
     overhead = sum(r[0] for r in rounds) / sum(r[1] for r in rounds) - 1
-    print(f"{len(rounds)} rounds of {asked.inner_steps} steps, {sum(p.numel() for p in bare.model.parameters()):,} parameters")
+    print(
+        f"{len(rounds)} rounds of {arguments.inner_steps} steps, {sum(p.numel() for p in bare.model.parameters()):,} parameters"
+    )
     print(f"medians: simulation {ours:.2f} s, bare loop {theirs:.2f} s a round")
     print("each round: " + ", ".join(f"{a / b - 1:+.1%}" for a, b in rounds))
     print(f"overhead over all rounds: {overhead:+.2%} (goal: at most 2 %)")

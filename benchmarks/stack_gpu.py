@@ -39,8 +39,8 @@ def zipf_task(sources: int = 5, tokens: int = 1_000_000) -> LanguageTask:
     def text(count: int) -> Any:
         return draw.choice(model.vocab_size, count, p=weights / weights.sum()).astype(np.uint16)
 
-    made = tuple(Source(f"zipf-{i}", text(tokens), text(20_000), tokens, 80_000, 1, 1) for i in range(sources))
-    corpus = Corpus(made, "none", model.vocab_size, 0, "zipf")
+    zipf_sources = tuple(Source(f"zipf-{i}", text(tokens), text(20_000), tokens, 80_000, 1, 1) for i in range(sources))
+    corpus = Corpus(zipf_sources, "none", model.vocab_size, 0, "zipf")
     shards = split(corpus, how="source", context=model.context)
     return LanguageTask(corpus, shards, model, context=model.context, seed=0, eval_windows=128)
 
@@ -54,15 +54,15 @@ def jobs_of(task: LanguageTask, count: int) -> list[Job]:
 
 def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
     """Median time of device work, by events."""
-    found = []
+    times = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         work()
         end.record()
         end.synchronize()
-        found.append(begin.elapsed_time(end))
-    return statistics.median(found)
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
 def measure_stack(task: LanguageTask, width: int) -> tuple[dict[str, Any], StackedInner]:

@@ -27,15 +27,15 @@ def _send(connection: ssl.SSLSocket, content: memoryview) -> None:
         connection.sendall(content[at : at + PIECE])
 
 
-def _answer(certificate: str, key: str, size: int, told: Any) -> None:
+def _answer(certificate: str, key: str, size: int, pipe: Any) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        told.send(listening.getsockname()[1])
+        pipe.send(listening.getsockname()[1])
         connection = context.wrap_socket(listening.accept()[0], server_side=True)
     room = memoryview(np.ones(size, np.uint8))
     with connection:
-        while told.recv():
+        while pipe.recv():
             _receive(connection, room)
             connection.sendall(b"!")
             _send(connection, room)
@@ -46,8 +46,8 @@ def over_tls(size: int, repeats: int) -> Times:
     from heloco.cluster.gateway.credentials import self_signed
 
     now = datetime.now(UTC)
-    with tempfile.TemporaryDirectory() as made:
-        files = [Path(made) / name for name in ("certificate", "key")]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("certificate", "key")]
         for path, content in zip(
             files, self_signed(["127.0.0.1"], now - timedelta(days=1), now + timedelta(days=1)), strict=True
         ):
@@ -79,7 +79,7 @@ def over_ray(size: int, repeats: int) -> Times:
     import ray
 
     @ray.remote(num_cpus=0)
-    class There:
+    class Echo:
         def __init__(self) -> None:
             self.room = np.ones(size, np.uint8)
 
@@ -89,14 +89,14 @@ def over_ray(size: int, repeats: int) -> Times:
         def down(self) -> list[Any]:
             return [ray.put(self.room)]
 
-    there, room, times = There.remote(), np.ones(size, np.uint8), []
+    actor, room, times = Echo.remote(), np.ones(size, np.uint8), []
     for _ in range(repeats + 1):
         began = time.perf_counter()
-        ray.get(there.up.remote([ray.put(room)]))
+        ray.get(actor.up.remote([ray.put(room)]))
         middle = time.perf_counter()
-        room[:] = ray.get(ray.get(there.down.remote())[0])
+        room[:] = ray.get(ray.get(actor.down.remote())[0])
         times.append((middle - began, time.perf_counter() - middle))
-    ray.kill(there)
+    ray.kill(actor)
     return _medians(times)
 
 

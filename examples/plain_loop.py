@@ -43,8 +43,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.ln_1(x)).chunk(3, dim=-1))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.mlp(self.ln_2(x))
 
 
@@ -76,8 +76,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
 def learning_rate(step: int, steps: int) -> float:
     if step < WARMUP:
         return LR * (step + 1) / WARMUP
-    gone = min(1.0, (step - WARMUP) / max(1, steps - WARMUP))
-    return LR_MIN + 0.5 * (1 + math.cos(math.pi * gone)) * (LR - LR_MIN)
+    progress = min(1.0, (step - WARMUP) / max(1, steps - WARMUP))
+    return LR_MIN + 0.5 * (1 + math.cos(math.pi * progress)) * (LR - LR_MIN)
 
 
 def train(address: Any = None, *, steps: int = 200, seed: int = 0, device: str = "cpu") -> tuple[nn.Module, list[float]]:
@@ -113,6 +113,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
-    trained, history = train(steps=given.steps, seed=given.seed, device=given.device)
+    arguments = parser.parse_args()
+    trained, history = train(steps=arguments.steps, seed=arguments.seed, device=arguments.device)
     print(f"{len(history)} steps, the last loss is {history[-1]:.3f}")

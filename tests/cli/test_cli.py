@@ -26,9 +26,9 @@ from support.runs import TINY, checkpoints, digests, evals, heloco, on_threads, 
 
 
 def schedule(*arguments: str) -> dict:
-    done = heloco("schedule", *arguments, "--json")
-    assert (done.code, done.err) == (0, "")
-    return json.loads(done.out)
+    result = heloco("schedule", *arguments, "--json")
+    assert (result.code, result.err) == (0, "")
+    return json.loads(result.out)
 
 
 def test_a_schedule_worked_out_by_hand():
@@ -42,8 +42,8 @@ def test_a_schedule_worked_out_by_hand():
 
 
 def test_its_events_are_the_whole_history():
-    found = schedule("--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--events")["events"]
-    assert [(event["time_s"], event["worker"], event["version"], event["staleness"]) for event in found] == [
+    events = schedule("--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--events")["events"]
+    assert [(event["time_s"], event["worker"], event["version"], event["staleness"]) for event in events] == [
         (2, 0, 0, 0), (4, 0, 1, 0), (6, 0, 2, 0), (6, 1, 0, 3), (8, 0, 4, 0), (10, 0, 5, 0),
     ]  # fmt: skip
 
@@ -54,15 +54,15 @@ def test_equal_workers_are_one_after_the_other_at_each_instant():
 
 
 def test_a_barrier_waits_for_the_slowest_and_nobody_is_stale():
-    found = schedule("--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--method", "sync-nesterov")
-    assert found["time_s"] == 18
-    assert [(w["arrivals"], w["max_staleness"]) for w in found["workers"]] == [(3, 0), (3, 0)]
+    summary = schedule("--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--method", "sync-nesterov")
+    assert summary["time_s"] == 18
+    assert [(w["arrivals"], w["max_staleness"]) for w in summary["workers"]] == [(3, 0), (3, 0)]
 
 
 def test_dylu_gives_slow_workers_fewer_steps():
     paces = ".737,2.62,3.12,6.58,7.5"  # section 4.1 of the paper
-    found = schedule("--paces", paces, "--inner-steps", "20", "--arrivals", "50", "--steps", "dylu")
-    assert [worker["inner_steps"] for worker in found["workers"]] == [20, 6, 5, 2, 2]
+    summary = schedule("--paces", paces, "--inner-steps", "20", "--arrivals", "50", "--steps", "dylu")
+    assert [worker["inner_steps"] for worker in summary["workers"]] == [20, 6, 5, 2, 2]
 
 
 def test_a_grace_period_lets_the_next_join():
@@ -80,20 +80,20 @@ def test_table_1s_times_come_out_exactly(shared):
 
 
 def test_a_schedule_is_what_a_run_does(unbroken):
-    found = schedule("--paces", "1,2,3,4,5", "--inner-steps", "2", "--arrivals", "12", "--events")["events"]
+    events = schedule("--paces", "1,2,3,4,5", "--inner-steps", "2", "--arrivals", "12", "--events")["events"]
     lines = tape(unbroken("--paces", "1,2,3,4,5", "--arrivals", "12"))
-    assert found == [{key: line[key] for key in ("time_s", "worker", "version", "staleness")} for line in lines]
+    assert events == [{key: line[key] for key in ("time_s", "worker", "version", "staleness")} for line in lines]
 
 
 def test_a_schedule_as_text():
-    done = heloco("schedule", "--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--events")
-    assert done.code == 0
-    assert done.out.splitlines()[:2] == [
+    result = heloco("schedule", "--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--events")
+    assert result.code == 0
+    assert result.out.splitlines()[:2] == [
         "           2 s  worker 0  version 0  staleness 0",
         "           4 s  worker 0  version 1  staleness 0",
     ]
-    assert "Virtual time 0:10 (10 s)" in done.out
-    [row] = [line for line in done.out.splitlines() if line.startswith("│ 1 ")]
+    assert "Virtual time 0:10 (10 s)" in result.out
+    [row] = [line for line in result.out.splitlines() if line.startswith("│ 1 ")]
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["1", "3 s", "2", "1", "16.7%", "3.00", "3"]
 
 
@@ -101,9 +101,9 @@ def test_a_schedule_as_text():
 
 
 def test_methods_names_every_method_with_its_equation_and_knobs():
-    done = heloco("methods")
-    assert done.code == 0
-    sections = {section.split("\n")[0]: section for section in done.out.strip().split("\n\n")}
+    result = heloco("methods")
+    assert result.code == 0
+    sections = {section.split("\n")[0]: section for section in result.out.strip().split("\n\n")}
     assert list(sections) == list(METHODS) == [
         "sync-nesterov", "async-nesterov", "delayed-nesterov", "mla", "mla-lookahead", "heloco", "heloco-ramp",
         "heloco-adaptive",
@@ -130,10 +130,10 @@ def test_methods_as_json():
 def test_eval_gives_the_last_evaluation_again(settings, unbroken):
     folder = unbroken(*settings)
     before = digests(folder)
-    done = heloco("eval", folder, "--json")
-    assert done.code == 0, done.err
+    result = heloco("eval", folder, "--json")
+    assert result.code == 0, result.err
     last = evals(folder)[-1]
-    assert json.loads(done.out) == {key: last[key] for key in ("arrival", "mean", "scores")}
+    assert json.loads(result.out) == {key: last[key] for key in ("arrival", "mean", "scores")}
     assert digests(folder) == before
 
 
@@ -186,10 +186,10 @@ def test_eval_and_export_take_a_run_that_was_broken_off(tmp_path, nursery):
 )
 def test_an_exported_model_loads_strictly_and_scores_the_same(settings, fresh, tmp_path, unbroken):
     folder, out = unbroken(*settings), tmp_path / "some" / "model.safetensors"
-    done = heloco("export", folder, "--out", out)
+    result = heloco("export", folder, "--out", out)
     model = fresh()
     count = sum(p.numel() for p in model.parameters())
-    assert (done.code, done.out) == (0, f"Wrote {count:,} parameters to {out}.\n")
+    assert (result.code, result.out) == (0, f"Wrote {count:,} parameters to {out}.\n")
     assert [path.name for path in out.parent.iterdir()] == ["model.safetensors"]
     model.load_state_dict(load_file(out), strict=True)
     task, _ = build_task(RunFolder.open(folder).config())
@@ -203,8 +203,8 @@ def test_export_writes_into_the_runs_folder_by_default_and_resume_goes_on(tmp_pa
     folder = train(tmp_path / "run")
     assert heloco("export", folder).code == 0
     ours = load_file(folder / "model.safetensors")
-    kept = load_file(checkpoints(folder)[-1] / "tensors.safetensors")
-    assert torch.equal(ours["token.weight"], kept["parameter.0"])
+    checkpoint = load_file(checkpoints(folder)[-1] / "tensors.safetensors")
+    assert torch.equal(ours["token.weight"], checkpoint["parameter.0"])
     assert heloco("resume", folder).code == 0
     assert heloco("export", folder).code == 0  # again: the file is replaced
 
@@ -214,18 +214,18 @@ def test_export_writes_into_the_runs_folder_by_default_and_resume_goes_on(tmp_pa
 
 @pytest.mark.parametrize("command", [(), ("train",), ("resume",), ("eval",), ("export",), ("schedule",), ("methods",)])
 def test_help_is_there_and_ends_with_0(command):
-    done = heloco(*command, "--help")
-    assert done.code == 0
-    assert done.out.startswith(f"usage: {' '.join(('heloco', *command))} ")
+    result = heloco(*command, "--help")
+    assert result.code == 0
+    assert result.out.startswith(f"usage: {' '.join(('heloco', *command))} ")
 
 
 def test_a_real_process_ends_with_the_exit_code_and_the_sentence(tmp_path):
     command = [sys.executable, "-m", "heloco.cli", "train", "--method", "heloko"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (process.returncode, process.stdout) == (2, "")
     assert (
-        done.stderr.startswith("heloco: There is no method 'heloko' here; did you mean 'heloco'?")
-        and done.stderr.count("\n") == 1
+        process.stderr.startswith("heloco: There is no method 'heloko' here; did you mean 'heloco'?")
+        and process.stderr.count("\n") == 1
     )
     assert not any(tmp_path.iterdir())
 
@@ -234,9 +234,9 @@ def test_a_closed_pipe_is_no_error():
     """More than a pipe holds, and a reader that leaves after the first line."""
     command = f"{sys.executable} -m heloco.cli schedule --paces 1 --inner-steps 10 --events --arrivals 9999"
     script = f"{command} | head -n 1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.split() == ["10", "s", "worker", "0", "version", "0", "staleness", "0"]
+    process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.split() == ["10", "s", "worker", "0", "version", "0", "staleness", "0"]
 
 
 def test_looking_at_a_schedule_needs_no_data(tmp_path, monkeypatch):
@@ -262,8 +262,8 @@ def test_the_papers_model_trains_on_real_text(shared, tmp_path):
     text = slice_of(shared / "corpus", tmp_path / "text", 200_000)
     settings = ["--preset", "paper", "--tokenizer", shared / "gpt2" / "tokenizer.json", "--inner-steps", "2", "--arrivals", "5"]
     few = ["--paces", "1,1,1,1,1", "--batch-size", "2", "--eval-windows", "4", "--eval-every", "0"]
-    done = heloco("train", "--data", text, *settings, *few, "--out", tmp_path / "run")
-    assert done.code == 0, done.err
+    result = heloco("train", "--data", text, *settings, *few, "--out", tmp_path / "run")
+    assert result.code == 0, result.err
     meta = json.loads((tmp_path / "run" / "run.json").read_text())
     assert meta["parameters"] == 14_468_608
     assert [shard["name"] for shard in meta["shards"]] == ["de", "en", "es", "fr", "it"]
@@ -276,8 +276,8 @@ def test_the_papers_model_trains_on_real_text(shared, tmp_path):
 @pytest.mark.long
 def test_the_papers_recipe_trains_on_the_whole_corpus(shared, tmp_path):
     settings = ["--recipe", "paper", "--data", shared / "corpus", "--arrivals", "10", "--inner-steps", "10", "--eval-every", "5"]
-    done = heloco("train", *settings, "--out", tmp_path / "run", threads=2)
-    assert done.code == 0, done.err
+    result = heloco("train", *settings, "--out", tmp_path / "run", threads=2)
+    assert result.code == 0, result.err
     losses = [line["mean"]["loss"] for line in evals(tmp_path / "run")]
     assert len(losses) == 3 and losses[0] > losses[1] > losses[2]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["parameters"] == 14_468_608
@@ -296,11 +296,11 @@ def test_runs_on_own_text_differ_by_their_text(tmp_path, text):
 
 def test_the_doctor_needs_no_address_to_tell_of_this_machine(monkeypatch):
     monkeypatch.delenv("HELOCO_ADDRESS", raising=False)
-    done = heloco("doctor")
-    assert done.code == 0 and len(done.out.splitlines()) == 3
-    found = {finding["subject"]: finding for finding in json.loads(heloco("doctor", "--json").out)}
-    assert list(found) == ["this machine", "GPU", "kernels"]
-    assert found["kernels"]["text"].startswith("cpu: compiled" if native.available else "cpu: portable torch operations")
+    result = heloco("doctor")
+    assert result.code == 0 and len(result.out.splitlines()) == 3
+    findings = {finding["subject"]: finding for finding in json.loads(heloco("doctor", "--json").out)}
+    assert list(findings) == ["this machine", "GPU", "kernels"]
+    assert findings["kernels"]["text"].startswith("cpu: compiled" if native.available else "cpu: portable torch operations")
 
 
 def test_a_run_says_which_kernels_made_its_outer_steps(tmp_path, monkeypatch):

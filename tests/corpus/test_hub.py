@@ -86,6 +86,6 @@ def test_without_a_network_it_says_so(tmp_path):
         "HELOCO_CACHE": str(tmp_path),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
-    assert "UserError: The dataset hf:allenai/c4 (de) cannot be read" in done.stderr
-    assert "without a network, use --data FOLDER" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | settings, capture_output=True, text=True)
+    assert "UserError: The dataset hf:allenai/c4 (de) cannot be read" in process.stderr
+    assert "without a network, use --data FOLDER" in process.stderr

@@ -16,17 +16,17 @@ def text(language, seed=0, split="train", size=60_000):
     return "\n\n".join(documents(language, seed, split, size))
 
 
-def letters(written):
-    return {c for c in written if c.isalpha()}
+def letters(passage):
+    return {c for c in passage if c.isalpha()}
 
 
 def test_no_letter_is_shared_by_two_languages():
-    written = {language: letters(text(language)) for language in LANGUAGES}
+    alphabets = {language: letters(text(language)) for language in LANGUAGES}
     assert len(LANGUAGES) == 5
     for a, b in combinations(LANGUAGES, 2):
-        assert not written[a] & written[b]
+        assert not alphabets[a] & alphabets[b]
     for language in LANGUAGES:
-        assert written[language] <= GRAMMARS[language].letters
+        assert alphabets[language] <= GRAMMARS[language].letters
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
@@ -53,8 +53,8 @@ def test_words_follow_zipf_and_validation_uses_the_same_ones(language):
     counts = [count for _, count in Counter(train).most_common()]
     assert len(counts) > 500  # inflected forms
     assert counts[0] > 20 * counts[200] > 20
-    known = set(train)
-    assert sum(word in known for word in val) > 0.97 * len(val)
+    vocabulary = set(train)
+    assert sum(word in vocabulary for word in val) > 0.97 * len(val)
 
 
 def test_grammar_shows_verbs_come_last_in_one_language_and_not_in_another():

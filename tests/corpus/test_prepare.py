@@ -60,9 +60,9 @@ def test_builtin_holds_what_the_languages_say(tmp_path):
     assert tuple(source.name for source in corpus.sources) == LANGUAGES
     assert (corpus.tokenizer_name, corpus.vocab_size, corpus.end_of_text) == ("bytes", 257, 256)
     for source in corpus.sources:
-        said = list(languages.documents(source.name, 5, "train", 20_000))
-        assert documents_of(source.train) == said
-        assert (source.train_documents, source.train_bytes) == (len(said), sum(len(d.encode()) for d in said))
+        documents = list(languages.documents(source.name, 5, "train", 20_000))
+        assert documents_of(source.train) == documents
+        assert (source.train_documents, source.train_bytes) == (len(documents), sum(len(d.encode()) for d in documents))
         assert len(source.train) == source.train_bytes + source.train_documents
         assert documents_of(source.val) == list(languages.documents(source.name, 5, "val", 1200))
 
@@ -72,8 +72,8 @@ def test_a_second_time_nothing_is_written_and_the_tokens_are_mapped(tmp_path):
     first = prepare(str(data), cache=tmp_path / "cache", progress=lambda *report: reports.append(report))
     assert {name for name, _, _ in reports} == {"de", "en"}
     for name in ("de", "en"):
-        *_, (_, done, total) = (report for report in reports if report[0] == name)
-        assert done == total == sum(path.stat().st_size for path in data.glob(f"{name}.*"))
+        *_, (_, bytes_read, total) = (report for report in reports if report[0] == name)
+        assert bytes_read == total == sum(path.stat().st_size for path in data.glob(f"{name}.*"))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
     second = prepare(str(data), cache=tmp_path / "cache", progress=lambda *_: pytest.fail("tokenised again"))
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == before
@@ -179,8 +179,8 @@ def test_a_damaged_entry_is_made_anew(tmp_path, damage):
         case "not a folder":
             entry.rename(tmp_path / "away")
             entry.write_text("")
-    again = prepare(str(data), cache=cache)
-    assert (again.sources[0].train == tokens).all()
+    second = prepare(str(data), cache=cache)
+    assert (second.sources[0].train == tokens).all()
     assert entries(cache) == [entry]
 
 

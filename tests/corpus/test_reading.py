@@ -44,13 +44,13 @@ def parquet(*texts: str | None) -> bytes:
 
 
 def read(folder: Path, field: str = "text", limit_bytes: int | None = None) -> dict[str, dict[str, list[str]]]:
-    found: dict[str, dict[str, list[str]]] = {}
+    documents: dict[str, dict[str, list[str]]] = {}
     for source in find_sources(folder):
         parts: dict[str, list[str]] = {"train": [], "val": []}
         for part, document in source.documents(field, limit_bytes, Meter()):
             parts[part].append(document)
-        found[source.name] = parts
-    return found
+        documents[source.name] = parts
+    return documents
 
 
 def refused(folder: Path, *words: str, **options: str) -> None:
@@ -181,7 +181,7 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line, said",
+    "line, message",
     [
         ('{"text": "cut', "en.jsonl:3 is not valid JSON"),
         ('["text"]', "en.jsonl:3 is a JSON list"),
@@ -190,9 +190,9 @@ def test_bytes_that_are_not_utf8_are_found(tmp_path):
         ('{"text": "\\\\ud800"}'.replace("\\\\", "\\"), "half a surrogate pair"),
     ],
 )
-def test_what_is_wrong_with_a_row(tmp_path, line, said):
+def test_what_is_wrong_with_a_row(tmp_path, line, message):
     write(tmp_path / "en.jsonl", rows("a") + "\n" + line + "\n")
-    refused(tmp_path, said)
+    refused(tmp_path, message)
 
 
 def test_the_field_can_be_named_and_nulls_are_nothing(tmp_path):

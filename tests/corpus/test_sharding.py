@@ -53,8 +53,8 @@ def test_every_window_is_in_exactly_one_shard(lengths, context, shards, how, alp
     dealt = split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
     assert len(dealt) == shards and min(shard.windows for shard in dealt) > 0
     assert sorted(first for shard in dealt for first in firsts(shard)) == all_windows
-    again = split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
-    assert [firsts(shard) for shard in again] == [firsts(shard) for shard in dealt]
+    second_deal = split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
+    assert [firsts(shard) for shard in second_deal] == [firsts(shard) for shard in dealt]
     for shard in dealt:
         rows = shard.gather(np.arange(shard.windows))
         assert rows.shape == (shard.windows, context + 1)

@@ -162,9 +162,9 @@ def test_without_a_network_gpt2_is_asked_for_as_a_file(tmp_path):
         "TIKTOKEN_CACHE_DIR": str(tmp_path / "none"),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere | folders, capture_output=True, text=True)
-    assert "UserError: GPT-2's vocabulary is in none of" in done.stderr
-    assert "--tokenizer path/to/tokenizer.json" in done.stderr
+    process = subprocess.run([sys.executable, "-c", code], env=os.environ | nowhere | folders, capture_output=True, text=True)
+    assert "UserError: GPT-2's vocabulary is in none of" in process.stderr
+    assert "--tokenizer path/to/tokenizer.json" in process.stderr
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):

@@ -43,7 +43,7 @@ def config(**settings: Any) -> RunConfig:
 
 @dataclass
 class Watching:
-    done: dict[str, Collector] = field(default_factory=dict)
+    collectors: dict[str, Collector] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     progress: list[tuple[int, int]] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class Watching:
         self.progress.append((steps_done, steps_total))
 
     def finished(self, key: str, collected: Collector) -> None:
-        self.done[key] = collected
+        self.collectors[key] = collected
 
     def diverged(self, key: str, reason: str, collected: Collector) -> None:  # noqa: ARG002
         self.lost[key] = reason
@@ -107,10 +107,10 @@ def test_each_run_of_a_fleet_gives_what_it_gives_alone() -> None:
     ]
     watching = Watching()
     run_fleet(planned, watching, device=CPU)
-    assert watching.done.keys() == {each.key for each in planned} and not watching.lost
+    assert watching.collectors.keys() == {each.key for each in planned} and not watching.lost
     for each in planned[:-1]:
-        assert_same(watching.done[each.key], alone(each.task, each.config))
-    assert [line.arrival for line in watching.done[planned[-1].key].tape] == [1, 2, 3, 4]
+        assert_same(watching.collectors[each.key], alone(each.task, each.config))
+    assert [line.arrival for line in watching.collectors[planned[-1].key].tape] == [1, 2, 3, 4]
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
@@ -123,22 +123,22 @@ def test_progress_counts_every_step_once() -> None:
     watching = Watching()
     task = language()
     run_fleet([Planned(m, task, config(method=m)) for m in ("mla", "heloco")], watching, device=CPU)
-    done = [steps for steps, _ in watching.progress]
+    step_counts = [steps for steps, _ in watching.progress]
     assert {total for _, total in watching.progress} == {2 * 12 * 3}
-    assert done == sorted(done) and done[-1] == 2 * 12 * 3
+    assert step_counts == sorted(step_counts) and step_counts[-1] == 2 * 12 * 3
 
 
 def test_no_round_is_run_that_arrives_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    step_counts = []
     original = StackedInner.begin
 
     def counting(self: StackedInner, jobs: Sequence[Any]) -> Any:
-        asked.extend(job.round.inner_steps for job in jobs)
+        step_counts.extend(job.round.inner_steps for job in jobs)
         return original(self, jobs)
 
     monkeypatch.setattr(StackedInner, "begin", counting)
     run_fleet([Planned("one", language(), config(paces=[1, 1, 9]))], Watching(), device=CPU)
-    assert sum(asked) == 12 * 3
+    assert sum(step_counts) == 12 * 3
 
 
 def test_a_run_that_diverges_does_not_hold_up_the_others() -> None:
@@ -147,8 +147,8 @@ def test_a_run_that_diverges_does_not_hold_up_the_others() -> None:
     planned = [Planned("wild", task, wild), Planned("tame", task, config(method="mla"))]
     watching = Watching()
     run_fleet(planned, watching, device=CPU)
-    assert list(watching.done) == ["tame"] and "diverges" in watching.lost["wild"]
-    assert_same(watching.done["tame"], alone(task, planned[1].config))
+    assert list(watching.collectors) == ["tame"] and "diverges" in watching.lost["wild"]
+    assert_same(watching.collectors["tame"], alone(task, planned[1].config))
 
 
 def test_a_stop_keeps_what_was_finished() -> None:
@@ -156,8 +156,8 @@ def test_a_stop_keeps_what_was_finished() -> None:
     task = language()
     planned = [Planned(f"run {i}", task, config(method="mla", arrivals=6)) for i in range(12)]
     with pytest.raises(StopRequested):
-        run_fleet(planned, watching, device=CPU, stopping=lambda: len(watching.done) >= 2)
-    assert 2 <= len(watching.done) < 12
+        run_fleet(planned, watching, device=CPU, stopping=lambda: len(watching.collectors) >= 2)
+    assert 2 <= len(watching.collectors) < 12
 
 
 def test_runs_that_do_not_fit_the_memory_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +172,20 @@ def test_runs_that_do_not_fit_the_memory_wait_their_turn(monkeypatch: pytest.Mon
 
     fleet = Fleet(planned, watching, CPU, stopping=look)
     fleet.run()
-    assert list(watching.done) == ["run 0", "run 1", "run 2"] and max(counts) == 1
+    assert list(watching.collectors) == ["run 0", "run 1", "run 2"] and max(counts) == 1
     for each in planned:
-        assert_same(watching.done[each.key], alone(task, each.config))
+        assert_same(watching.collectors[each.key], alone(task, each.config))
 
 
 def brute_force_chains(paces: list[float], steps: list[int], arrivals: int, barrier: bool) -> dict[tuple[int, int], int]:
     """The same from the times alone: a round starts when it can, and waits for every arrival up to then."""
     events = list(schedule(paces_s=paces, inner_steps=steps, arrivals=arrivals, barrier=barrier))
     starts = {(a.worker, a.round): time - a.inner_steps * paces[a.worker] for time, a in events}
-    found: dict[tuple[int, int], int] = {}
+    lengths: dict[tuple[int, int], int] = {}
     for time, a in reversed(events):
-        later = [found[(b.worker, b.round)] for _, b in events if starts[(b.worker, b.round)] >= time - 1e-9]
-        found[(a.worker, a.round)] = a.inner_steps + max(later, default=0)
-    return found
+        later = [lengths[(b.worker, b.round)] for _, b in events if starts[(b.worker, b.round)] >= time - 1e-9]
+        lengths[(a.worker, a.round)] = a.inner_steps + max(later, default=0)
+    return lengths
 
 
 @pytest.mark.parametrize("barrier", [False, True])

@@ -114,8 +114,8 @@ def test_a_history_is_a_history(paces, arrivals, grace):
     assert len(history) == arrivals
     assert [(t, w) for t, w, *_ in history] == sorted((t, w) for t, w, *_ in history)
     last = dict.fromkeys(range(len(paces)), 0.0)
-    for done, (time_s, worker, version, staleness) in enumerate(history):
-        assert staleness == done - version >= 0
+    for arrivals_before, (time_s, worker, version, staleness) in enumerate(history):
+        assert staleness == arrivals_before - version >= 0
         assert 2 * paces[worker] <= time_s - last[worker] <= 2 * paces[worker] + grace
         last[worker] = time_s
 

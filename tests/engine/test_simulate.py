@@ -197,11 +197,11 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(run):
     first = run(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(99)  # whatever the global generator holds
-        again = run(1)
+        repeat = run(1)
     other = run(2)
-    assert first.tape == again.tape
-    assert first.evals == again.evals
-    assert same(first.model, again.model)
+    assert first.tape == repeat.tape
+    assert first.evals == repeat.evals
+    assert same(first.model, repeat.model)
     assert first.tape != other.tape
     assert not same(first.model, other.model)
 
@@ -288,8 +288,8 @@ def test_a_wrong_setting_is_answered_with_a_sentence(settings: dict[str, Any], s
 def loaded_by(code: str) -> set[str]:
     """The top-level modules that a new process has after running the code."""
     report = "import sys; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    process = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 HEAVY = {"ray", "fastapi", "datasets", "transformers", "matplotlib", "tokenizers", "rich", "pandas", "tiktoken", "pyarrow"}

@@ -66,13 +66,13 @@ def test_golden_history():
 
 
 def test_rounds_know_how_far_their_shard_and_the_run_are():
-    simulation, seen = books_only(), []
+    simulation, rounds = books_only(), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
             handed = simulation.next_needed()
-            seen.append((handed.worker, handed.index, handed.shard_steps, handed.run_steps))
+            rounds.append((handed.worker, handed.index, handed.shard_steps, handed.run_steps))
             simulation.give(empty(handed))
-    assert seen == [
+    assert rounds == [
         (0, 0, 0, 0.0),
         (0, 1, 0, 2 / 3),  # another shard, so from the start; 2 steps of the run over 3 workers
         (1, 0, 0, 0.0),
@@ -175,12 +175,14 @@ def compute(handed: Round) -> Contribution:
     """A stand-in for the inner loop: like it a function of what was handed, its start, its data and its memory included.
     Worker 1's third round comes to nothing."""
     draw = torch.Generator().manual_seed(derive(5, handed.worker, handed.index))
-    kept = (handed.memory or {"seen": torch.zeros((), dtype=torch.float64)})["seen"] + sum(s for s, _ in handed.spans)
-    deltas = [0.1 * p + 0.01 * kept + torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in handed.parameters]
+    start_sum = (handed.memory or {"start_sum": torch.zeros((), dtype=torch.float64)})["start_sum"] + sum(
+        s for s, _ in handed.spans
+    )
+    deltas = [0.1 * p + 0.01 * start_sum + torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in handed.parameters]
     if (handed.worker, handed.index) == (1, 2):
         deltas[0][0] = torch.nan
     buffers = [handed.buffers[0] + torch.randn(2, generator=draw, dtype=torch.float64), handed.buffers[1] + handed.inner_steps]
-    return Contribution(handed.worker, handed.index, handed.version, deltas, buffers, memory={"seen": kept})
+    return Contribution(handed.worker, handed.index, handed.version, deltas, buffers, memory={"start_sum": start_sum})
 
 
 def facts(simulation: Simulation, arrival: Arrival) -> tuple[Any, ...]:
@@ -219,15 +221,15 @@ def test_the_case_holds_a_refusal_and_every_worker(method):
 def test_results_given_early_and_in_any_order_make_the_same_history(data, method):
     expected = training(method)
     history = finish(expected)
-    simulation, seen = training(method), []
+    simulation, own_history = training(method), []
     while not simulation.finished:
         if (arrived := simulation.advance()) is not None:
-            seen.append(facts(simulation, arrived[0]))
+            own_history.append(facts(simulation, arrived[0]))
         elif not simulation.finished:
             needed = simulation.needed()
             for handed in data.draw(st.permutations(needed))[: data.draw(st.integers(1, len(needed)))]:
                 simulation.give(compute(handed))
-    assert seen == history
+    assert own_history == history
     assert same(tensors_of(simulation), tensors_of(expected))
 
 
@@ -249,10 +251,10 @@ def test_saved_in_the_middle_it_goes_on_to_the_same_history(method, stop, early)
     expected = training(method)
     history = finish(expected)
     simulation = training(method)
-    seen = []
-    while len(seen) < stop:
+    first_part = []
+    while len(first_part) < stop:
         if (arrived := simulation.advance()) is not None:
-            seen.append(facts(simulation, arrived[0]))
+            first_part.append(facts(simulation, arrived[0]))
         else:
             simulation.give(compute(simulation.next_needed()))
     if early:
@@ -262,7 +264,7 @@ def test_saved_in_the_middle_it_goes_on_to_the_same_history(method, stop, early)
         simulation.give(compute(handed))
     resumed = through_disk(simulation, method)
     assert [(r.worker, r.index) for r in resumed.needed()] == [(r.worker, r.index) for r in under_way]  # the given ones again
-    assert seen + finish(resumed) == history
+    assert first_part + finish(resumed) == history
     assert same(tensors_of(resumed), tensors_of(expected))
     assert finish(simulation) == history[stop:]  # and saving did not disturb the one that was saved
 
@@ -282,7 +284,7 @@ def test_loaded_rounds_are_the_ones_that_were_under_way():
         assert same(a.parameters, b.parameters)
         assert same(a.buffers, b.buffers)
         assert (a.memory is None) == (b.memory is None)
-        assert a.memory is None or torch.equal(a.memory["seen"], b.memory["seen"])
+        assert a.memory is None or torch.equal(a.memory["start_sum"], b.memory["start_sum"])
 
 
 def test_rounds_of_one_version_are_saved_once():
@@ -298,9 +300,9 @@ def test_a_worker_keeps_its_memory_over_a_refused_round():
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
             handed = simulation.next_needed()
-            memories.append((handed.worker, handed.index, None if handed.memory is None else float(handed.memory["seen"])))
+            memories.append((handed.worker, handed.index, None if handed.memory is None else float(handed.memory["start_sum"])))
             simulation.give(compute(handed))
-    of_1 = [kept for worker, _, kept in memories if worker == 1]
+    of_1 = [start_sum for worker, _, start_sum in memories if worker == 1]
     assert of_1[0] is None
     assert of_1[1] is not None
     assert of_1[3] == of_1[2]  # round 2 was refused: round 3 starts from what round 1 left

@@ -160,11 +160,11 @@ def test_the_state_of_a_rule_is_kept_with_a_served_run(tmp_path):
     outer = service.state.run.synchronizer.outer
     before = [x.clone() for x in outer.thetas()]
     service.close()
-    again = opened(tmp_path / "run", method="counting", norm_limit="off")
-    outer = again.state.run.synchronizer.outer
+    successor = opened(tmp_path / "run", method="counting", norm_limit="off")
+    outer = successor.state.run.synchronizer.outer
     assert all(map(torch.equal, before, outer.thetas()))
     assert {state["arrivals"] for state in outer.state.values()} == {6}
-    again.close()
+    successor.close()
 
 
 def test_a_rule_that_waits_for_all_gets_their_sum():
@@ -358,16 +358,16 @@ def in_process(*arguments: str | Path, path: Path | None = None) -> Done:
     places = [str(path)] if path else []
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*places, *sys.path]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    return Done(done.returncode, done.stdout, done.stderr)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return Done(process.returncode, process.stdout, process.stderr)
 
 
 @pytest.fixture(scope="module")
 def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:  # noqa: ARG001
     """The folder of a run with a rule, a weight and a shard policy of the package."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    done = in_process("train", *TINY, *OWN, "--out", folder, path=installed)
-    assert done.code == 0, done.err
+    result = in_process("train", *TINY, *OWN, "--out", folder, path=installed)
+    assert result.code == 0, result.err
     return folder
 
 
@@ -384,10 +384,10 @@ def test_heloco_train_finds_what_a_package_offers(trained):
 
 
 def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
-    done = in_process("methods", path=installed)
-    assert "sign-ahead\n    Signed, and ahead." in done.out and "lookahead=True" in done.out
-    assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in done.err
-    assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in done.err
+    result = in_process("methods", path=installed)
+    assert "sign-ahead\n    Signed, and ahead." in result.out and "lookahead=True" in result.out
+    assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in result.err
+    assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in result.err
     broken = in_process("train", *TINY, "--method", "broken", path=installed)
     assert broken.code == 2 and "The method 'broken' of own-rules 0.3 cannot be used" in broken.sentence
 
@@ -417,8 +417,8 @@ def test_a_study_uses_it(installed, tmp_path):
         '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
     )
     out = tmp_path / "results"
-    done = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
-    assert done.code == 0, done.err
+    result = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
+    assert result.code == 0, result.err
     assert len(list((out / "runs").glob("*.json*"))) == 2
     assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
 
@@ -431,8 +431,8 @@ def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
     for part in ("uvicorn", "starlette", "httpx", "cryptography"):
         pytest.importorskip(part, reason=f"{part} is not installed")
     folder = tmp_path / "run"
-    done = in_process("serve", "--out", folder, *SERVED, *HERE, path=installed)
-    assert done.code == 0, (done.out, done.err)
+    result = in_process("serve", "--out", folder, *SERVED, *HERE, path=installed)
+    assert result.code == 0, (result.out, result.err)
     assert len(tape(folder)) == 12 and "sign-ahead" in (folder / "config.toml").read_text()
     assert [line["arrival"] for line in evals(folder)][-1] == 12
     replayed = in_process("replay", folder, path=installed)
@@ -473,8 +473,8 @@ def test_the_page_on_extending_runs_and_so_does_the_example(monkeypatch):
 
     def simulate_small(*task: Any, **settings: Any) -> Any:
         sizes = {} if task else {"width": 32, "layers": 1, "heads": 2, "context": 16}
-        kept = {name: value for name, value in small.items() if not task or name not in ("eval_windows", "preset")}
-        return simulate(*task, **{**settings, "arrivals": min(6, settings.get("arrivals", 6)), **kept, **sizes})
+        overrides = {name: value for name, value in small.items() if not task or name not in ("eval_windows", "preset")}
+        return simulate(*task, **{**settings, "arrivals": min(6, settings.get("arrivals", 6)), **overrides, **sizes})
 
     monkeypatch.setattr(package, "simulate", simulate_small)
     exec("\n".join(code), {})

@@ -65,14 +65,14 @@ def inline_code(markdown: str) -> list[str]:
 
 def commands(markdown: str, program: str) -> list[list[str]]:
     """The arguments of every command line of `program`, in blocks and in the prose, without comments, prompts and pipes."""
-    found = [
+    lines = [
         line.strip().removeprefix("$ ")
         for block in code_blocks(markdown)
         if block.language in ("", "sh", "bash", "console", "shell")
         for line in block.text.replace("\\\n", " ").splitlines()
     ]
-    found += [code for code in inline_code(markdown) if " " in code]
-    return [shlex.split(re.split(r"\s[|>&]", line)[0], comments=True)[1:] for line in found if line.split(" ")[0] == program]
+    lines += [code for code in inline_code(markdown) if " " in code]
+    return [shlex.split(re.split(r"\s[|>&]", line)[0], comments=True)[1:] for line in lines if line.split(" ")[0] == program]
 
 
 def tree(markdown: str) -> list[Path]:
@@ -140,15 +140,15 @@ def test_a_tree_is_read_by_its_columns(drawn):
 def test_the_two_commands_are_there_and_make_knows_them(readme):
     targets = {words[0] for words in commands(readme, "make")}
     assert {"train", "test"} <= targets
-    known = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
-    assert targets <= set(known)
+    make_targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert targets <= set(make_targets)
 
 
 def test_every_command_parses(readme):
-    found = commands(readme, "heloco")
+    command_lines = commands(readme, "heloco")
     named = {"train", "resume", "eval", "export", "report", "watch", "compare", "schedule", "methods", "study"}
-    assert {words[0] for words in found} >= named
-    for words in found:
+    assert {words[0] for words in command_lines} >= named
+    for words in command_lines:
         if "--help" in words:
             assert heloco(*words).code == 0
             continue
@@ -158,8 +158,8 @@ def test_every_command_parses(readme):
 
 
 def test_every_study_has_the_rows_and_methods_that_are_asked_for(readme):
-    found = [parser().parse_all(words) for words in commands(readme, "heloco") if words[0] == "study"]
-    named = [parsed for parsed in found if parsed.study in names()]
+    studies = [parser().parse_all(words) for words in commands(readme, "heloco") if words[0] == "study"]
+    named = [parsed for parsed in studies if parsed.study in names()]
     assert named
     for parsed in named:
         rows, methods = split_names(parsed.rows, ";"), split_names(parsed.methods, ",")
@@ -172,8 +172,8 @@ def test_a_study_of_ones_own_runs(readme, tmp_path):
     path.write_text(own)
     study = load_study(str(path))
     assert grid(study, scale="paper", seeds=1)
-    done = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
-    assert done.code == 0, done.err
+    result = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
+    assert result.code == 0, result.err
     assert (tmp_path / "results-small" / "mine" / "index.html").exists()
 
 
@@ -186,9 +186,9 @@ def test_commands_that_need_nothing_run(readme):
 @pytest.mark.long
 def test_the_default_command_runs_and_every_language_is_learnt(readme, tmp_path):
     assert ["train"] in commands(readme, "heloco")
-    done = heloco("train", cwd=tmp_path, threads=2)
-    assert done.code == 0, done.err
-    assert done.out.splitlines()[-1] == "The run's folder: runs/heloco-ramp-001"
+    result = heloco("train", cwd=tmp_path, threads=2)
+    assert result.code == 0, result.err
+    assert result.out.splitlines()[-1] == "The run's folder: runs/heloco-ramp-001"
     first, *_, last = evals(tmp_path / "runs" / "heloco-ramp-001")
     assert last["arrival"] == RunConfig().run.arrivals
     assert all(last["scores"][name]["loss"] < first["scores"][name]["loss"] - 1 for name in first["scores"])
@@ -201,8 +201,8 @@ def test_every_path_of_the_tree_exists(readme):
     assert not missing
     shown = {path.name for path in paths if path.parent == Path("src/heloco")}
     hidden = {"__init__.py", "__pycache__", "py.typed", "errors.py", "seeds.py"}
-    there = {path.name for path in (ROOT / "src" / "heloco").iterdir() if not path.name.startswith(".")} - hidden
-    assert there <= shown, "rooms that the tree does not show"
+    rooms = {path.name for path in (ROOT / "src" / "heloco").iterdir() if not path.name.startswith(".")} - hidden
+    assert rooms <= shown, "rooms that the tree does not show"
 
 
 def test_every_link_to_a_file_leads_somewhere(readme):
@@ -226,12 +226,12 @@ def test_the_python_uses_what_the_package_has(readme):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "heloco":
             assert hasattr(package, node.attr), f"heloco.{node.attr}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            given = {keyword.arg for keyword in node.keywords}
-            made = getattr(package, node.func.attr, None) if ast.unparse(node.func).startswith("heloco.") else None
-            if made is simulate:
-                assert given <= setting_sections().keys()
-            elif made is not None:
-                assert given <= set(inspect.signature(made).parameters)
+            keywords = {keyword.arg for keyword in node.keywords}
+            callee = getattr(package, node.func.attr, None) if ast.unparse(node.func).startswith("heloco.") else None
+            if callee is simulate:
+                assert keywords <= setting_sections().keys()
+            elif callee is not None:
+                assert keywords <= set(inspect.signature(callee).parameters)
 
 
 @pytest.mark.long

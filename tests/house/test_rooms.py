@@ -187,11 +187,11 @@ def test_no_room_uses_a_wall_clock_but_the_ones_that_show_or_keep_it():
 
 
 def loads_torch(code: str) -> bool:
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", f"{code}\nimport sys; print('torch' in sys.modules)"], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1] == "True"
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()[-1] == "True"
 
 
 LIGHT = ("", ".errors", ".seeds", ".policy", ".ledger", ".corpus", ".report.terminal", ".report.live", ".cli.main", ".cli.flags")
@@ -224,10 +224,10 @@ REPORT_FLOORS = [("wording", "table_data", "summary", "journal_summary"), ("run_
 
 @pytest.mark.parametrize("path", [path for path in MODULES if path.parent.name == "charts"], ids=name_of)
 def test_charts_know_nothing_of_pages_and_terminals(path):
-    known = {name for floor in REPORT_FLOORS for name in floor}
+    names = {name for floor in REPORT_FLOORS for name in floor}
     for line, module in imports_of(path):
         if module.startswith("heloco.report."):
-            assert module.split(".")[2] in known, f"{path}:{line}: imports {module}"
+            assert module.split(".")[2] in names, f"{path}:{line}: imports {module}"
 
 
 def test_the_probe_would_see_torch():

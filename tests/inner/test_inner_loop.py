@@ -79,8 +79,8 @@ def round_for(
 
 def cosine(options: InnerOptions, position: float) -> float:
     """The cosine without warm-up, once more."""
-    done = min(1.0, position / options.schedule_steps)
-    return options.lr_min + (options.lr - options.lr_min) * 0.5 * (1 + math.cos(math.pi * done))
+    fraction = min(1.0, position / options.schedule_steps)
+    return options.lr_min + (options.lr - options.lr_min) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 class Plain:
@@ -182,8 +182,8 @@ def test_a_run_does_not_load_torchs_compiler(tmp_path):
         code = run({["train", *TINY]})
         sys.exit(code or "torch._dynamo" in sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_a_round_does_not_write_to_what_it_was_handed():
@@ -192,9 +192,9 @@ def test_a_round_does_not_write_to_what_it_was_handed():
     inner = SequentialInner(task, options, seed=0)
     [first] = inner.run([round_for(task, options)])
     handed = round_for(task, options, index=1, memory=first.memory)
-    kept = [t.clone() for t in (*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers)]
+    copies = [t.clone() for t in (*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers)]
     inner.run([handed])
-    assert same([*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers], kept)
+    assert same([*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers], copies)
 
 
 def test_the_other_settings_of_adamw_reach_it():
@@ -255,24 +255,24 @@ def positions_of_rounds(paces: Sequence[float], *, barrier: bool = False) -> lis
         weight=make_weight("average"),
         barrier=barrier,
     )
-    simulation, seen = Simulation(synchronizer, paces_s=paces, arrivals=30), []
+    simulation, positions = Simulation(synchronizer, paces_s=paces, arrivals=30), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
             handed = simulation.next_needed()
-            seen.append((handed.shard_steps, handed.run_steps))
+            positions.append((handed.shard_steps, handed.run_steps))
             simulation.give(Contribution(handed.worker, handed.index, handed.version))
-    return seen
+    return positions
 
 
 def test_for_equal_workers_and_behind_a_barrier_the_two_positions_coincide():
-    for seen in (positions_of_rounds([1] * 5), positions_of_rounds([1, 1, 2, 6, 6], barrier=True)):
-        assert [by_shard for by_shard, _ in seen] == [by_run for _, by_run in seen] == [7 * (i // 5) for i in range(30)]
+    for positions in (positions_of_rounds([1] * 5), positions_of_rounds([1, 1, 2, 6, 6], barrier=True)):
+        assert [by_shard for by_shard, _ in positions] == [by_run for _, by_run in positions] == [7 * (i // 5) for i in range(30)]
 
 
 def test_for_unequal_workers_the_fast_ones_shard_runs_ahead_of_the_run():
-    seen = positions_of_rounds([1, 6, 6, 6, 6])
-    assert max(by_shard for by_shard, _ in seen) == 119
-    assert max(by_run for _, by_run in seen) < 7 * 30 / 5 == 42
+    positions = positions_of_rounds([1, 6, 6, 6, 6])
+    assert max(by_shard for by_shard, _ in positions) == 119
+    assert max(by_run for _, by_run in positions) < 7 * 30 / 5 == 42
 
 
 # ---- options of a step
@@ -343,9 +343,9 @@ def test_batch_norms_buffers_go_both_ways():
     torch.testing.assert_close(ours.buffers[1], 0.9 * torch.full((8,), 3.0) + 0.1 * variance)
     assert ours.buffers[2] == 42
     assert handed.buffers[0].eq(5).all()
-    kept = [b.clone() for b in ours.buffers]
+    copies = [b.clone() for b in ours.buffers]
     inner.run([round_for(task, OPTIONS, index=1)])
-    assert same(ours.buffers, kept)  # a contribution is the worker's own, whatever runs next
+    assert same(ours.buffers, copies)  # a contribution is the worker's own, whatever runs next
 
 
 def test_a_model_that_was_left_in_evaluation_mode_trains_all_the_same():
@@ -366,9 +366,9 @@ def test_a_round_run_twice_gives_the_same_contribution_to_the_bit(make):
     inner = SequentialInner(task, options, seed=0)
     handed = round_for(task, options, worker=2, index=4)
     [first] = inner.run([handed])
-    _, again = inner.run([round_for(task, options, worker=1, shard=1), handed])  # another round in between
+    _, repeat = inner.run([round_for(task, options, worker=1, shard=1), handed])  # another round in between
     [elsewhere] = SequentialInner(task, options, seed=0).run([handed])
-    assert identical(first, again)
+    assert identical(first, repeat)
     assert identical(first, elsewhere)
 
 

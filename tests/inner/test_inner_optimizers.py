@@ -92,8 +92,8 @@ def names_of_hidden(model: nn.Module) -> list[str]:
 @pytest.mark.parametrize("tied", [False, True])
 def test_muon_moves_the_matrices_between_embedding_and_head(tied):
     model = TinyGPT(preset("1m", width=16, layers=2, heads=2, context=8, vocab_size=257, tied=tied))
-    found = names_of_hidden(model)
-    assert len(found) == 8 and all("blocks" in name and name.endswith("weight") for name in found)
+    names = names_of_hidden(model)
+    assert len(names) == 8 and all("blocks" in name and name.endswith("weight") for name in names)
 
 
 def test_a_model_that_names_no_head_has_its_last_matrix_as_head():

@@ -31,28 +31,28 @@ def test_pooled_is_the_mean_of_the_corrected_moments() -> None:
     memories = [kept(0, 3), None, kept(1, 80)]
     for worker in (0, 2):
         before = {name: t.clone() for name, t in memories[worker].items()}
-        found = shared_memory("pooled", BETA2, worker, memories)
+        pooled_memory = shared_memory("pooled", BETA2, worker, memories)
         for name, own in memories[worker].items():
             assert torch.equal(own, before[name])  # what the worker kept stays its own
             if name.endswith("exp_avg_sq"):
                 mean = (corrected(memories[0], name) + corrected(memories[2], name)) / 2
-                torch.testing.assert_close(corrected(found, name), mean, rtol=1e-12, atol=0)
+                torch.testing.assert_close(corrected(pooled_memory, name), mean, rtol=1e-12, atol=0)
             else:
-                assert torch.equal(found[name], own)
+                assert torch.equal(pooled_memory[name], own)
 
 
 def test_rows_of_a_table_are_raised_to_the_mean_and_nothing_else_changes() -> None:
     memories = [kept(0, 30), kept(1, 3), kept(2, 7)]
-    found = shared_memory("rows", BETA2, 1, memories)
+    raised_memory = shared_memory("rows", BETA2, 1, memories)
     means = [corrected(memory, "0.exp_avg_sq").mean(1) for memory in memories]
     ours, mean = means[1], sum(means) / 3
-    raised = corrected(found, "0.exp_avg_sq").mean(1)
+    raised = corrected(raised_memory, "0.exp_avg_sq").mean(1)
     torch.testing.assert_close(raised, torch.maximum(ours, mean), rtol=1e-12, atol=0)
     assert (ours > mean).any() and (ours < mean).any()
-    higher = found["0.exp_avg_sq"] - memories[1]["0.exp_avg_sq"]
+    higher = raised_memory["0.exp_avg_sq"] - memories[1]["0.exp_avg_sq"]
     torch.testing.assert_close(higher[:, 0], higher[:, 1], rtol=1e-9, atol=1e-15)
     for name in memories[1].keys() - {"0.exp_avg_sq"}:
-        assert torch.equal(found[name], memories[1][name])
+        assert torch.equal(raised_memory[name], memories[1][name])
 
 
 @pytest.mark.parametrize("how", ["pooled", "rows"])

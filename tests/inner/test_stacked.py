@@ -132,8 +132,8 @@ def test_rounds_with_other_settings_of_adamw_share_a_stack() -> None:
     jobs = [replace(job, options=options) for job, options in zip(jobs_of(task, every[0], [2, 3, 2]), every, strict=True)]
     assert len({job.kind for job in jobs}) == 1
     for _ in range(2):
-        found = StackedInner(task).run(jobs)
-        for stacked, job in zip(found, jobs, strict=True):
+        contributions = StackedInner(task).run(jobs)
+        for stacked, job in zip(contributions, jobs, strict=True):
             expected = alone(job)
             assert_same(stacked, expected)
             job.round.memory = expected.memory
@@ -171,16 +171,16 @@ def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task], op
     sequential = [alone(job) for job in jobs]
     for ours, theirs in zip(first, sequential, strict=True):
         assert ours.memory is not None and theirs.memory is not None and ours.memory.keys() == theirs.memory.keys()
-    again = jobs_of(task, options, [2, 2], start=4)
-    for job, ours, theirs in zip(again, first, sequential, strict=True):
+    later_jobs = jobs_of(task, options, [2, 2], start=4)
+    for job, ours, theirs in zip(later_jobs, first, sequential, strict=True):
         job.round.memory = theirs.memory
         expected = alone(job)
         job.round.memory = ours.memory
-        found = StackedInner(task).run([job])[0]
-        assert_same(found, expected)
-        assert found.memory is not None and expected.memory is not None
-        for name, kept in expected.memory.items():
-            torch.testing.assert_close(found.memory[name].to(kept.dtype), kept, rtol=1e-6, atol=1e-12)
+        contribution = StackedInner(task).run([job])[0]
+        assert_same(contribution, expected)
+        assert contribution.memory is not None and expected.memory is not None
+        for name, tensor in expected.memory.items():
+            torch.testing.assert_close(contribution.memory[name].to(tensor.dtype), tensor, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -192,11 +192,11 @@ def test_the_generic_and_the_tuned_path_agree(tied: bool) -> None:
     jobs = jobs_of(task, OPTIONS, [1, 1, 1])
     parameters = [torch.stack(of_block).requires_grad_() for of_block in zip(*(j.round.parameters for j in jobs), strict=True)]
     batch = torch.stack([job.batches() for job in jobs])
-    found = []
+    results = []
     for loss in (tuned, generic):
         losses = loss(parameters, [], batch)
-        found.append([losses, *torch.autograd.grad(losses.sum(), parameters)])
-    for ours, theirs in zip(*found, strict=True):
+        results.append([losses, *torch.autograd.grad(losses.sum(), parameters)])
+    for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
 
 
@@ -306,13 +306,13 @@ def test_adamw_in_one_launch(width: int, monkeypatch: pytest.MonkeyPatch) -> Non
     blocks = [[torch.randn(shape, generator=draw) for shape in shapes] for _ in range(4)]
     blocks[2] = [v.square() for v in blocks[2]]
     exact = [[x.double() for x in group] for group in blocks]
-    taken, lr, active = (
+    steps, lr, active = (
         torch.tensor([3.0, 7, 1]).double(),
         torch.tensor([1e-2, 3e-3, 1]).double(),
         torch.tensor([1.0, 1, 0]).double(),
     )
     settings = torch.tensor([settings_of(OPTIONS), [0.5, 0.9, 1e-3, 0.0], settings_of(OPTIONS)]).double().T
-    factors = adamw_factors(taken, lr, active, settings)
+    factors = adamw_factors(steps, lr, active, settings)
     AdamW(*exact[:3]).move(exact[3], factors)
     monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
     ours = [[x.to(device) for x in group] for group in blocks]
@@ -335,8 +335,8 @@ def test_rows_without_a_gradient_in_one_launch(monkeypatch: pytest.MonkeyPatch) 
     factors = adamw_factors(steps, steps / 100, torch.ones(7).double(), settings)
     exact = without_gradient(p.double(), m.double(), v.double(), factors)
     monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
-    found = without_gradient(p.to(device), m.to(device), v.to(device), factors.to(device))
-    for ours, theirs in zip(found, exact, strict=True):
+    kernel_results = without_gradient(p.to(device), m.to(device), v.to(device), factors.to(device))
+    for ours, theirs in zip(kernel_results, exact, strict=True):
         torch.testing.assert_close(ours.cpu().double(), theirs, rtol=3e-6, atol=1e-6)
 
 

@@ -133,15 +133,15 @@ def steps(method: str, lengths: list[int], pair: tuple[torch.dtype, torch.dtype]
     theta, _, _ = blocks(lengths, pair)
     parameters = [torch.nn.Parameter(x) for x in theta]
     optimizer: OuterOptimizer = METHODS[method].build(parameters, workers=2)
-    seen: list[Any] = []
+    traces: list[Any] = []
     for arrival in range(arrivals):
         _, _, delta = blocks(lengths, pair, seed=7 + arrival % 3)
         optimizer.step(weight=0.4, pseudo_gradients=delta)
         slices = [part.clone() for i in range(len(lengths)) for part in optimizer.lookahead_of(i)]
         state = [x for p in parameters for x in optimizer.state[p].values() if isinstance(x, Tensor)]
-        seen += [bits([*parameters, *state, *optimizer.lookahead()]), b"".join(bits(slices))]
-        seen += [list(optimizer.outcomes), list(optimizer.movements)]
-    return seen
+        traces += [bits([*parameters, *state, *optimizer.lookahead()]), b"".join(bits(slices))]
+        traces += [list(optimizer.outcomes), list(optimizer.movements)]
+    return traces
 
 
 @pytest.mark.parametrize("pair", PAIRS[:3], ids=str)
@@ -193,19 +193,19 @@ def test_neither_the_processors_vectors_nor_kernels_nor_threads_show_in_any_bit(
     others = {"ATEN_CPU_CAPABILITY": "default", "HELOCO_KERNELS": "portable", "OMP_NUM_THREADS": "3"}
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **others}
     script = PRINT_STEPS.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", digest_of_steps()]
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False", digest_of_steps()]
 
 
 # ---- the switch
 
 
-@pytest.mark.parametrize(("value", "wanted"), [(None, True), ("", True), ("auto", True), ("portable", False)])
-def test_the_environment_says_which_kernels_may_serve(value, wanted, monkeypatch):
+@pytest.mark.parametrize(("value", "is_wanted"), [(None, True), ("", True), ("auto", True), ("portable", False)])
+def test_the_environment_says_which_kernels_may_serve(value, is_wanted, monkeypatch):
     monkeypatch.delenv(switch.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(switch.VARIABLE, value)
-    assert switch.compiled_kernels_wanted() is wanted
+    assert switch.compiled_kernels_wanted() is is_wanted
 
 
 def test_another_value_is_refused_with_the_nearest(monkeypatch):
@@ -229,10 +229,10 @@ def recorded(folder: Path, method: str, dtype: torch.dtype) -> None:
     tickets = [link.join(f"m{i}", returning=None, layout=layout).ticket for i in range(2)]
     link.send_model(tickets[0], layout, model, ["a", "b", "c"])
     for number in range(12):
-        taken = link.next_round(tickets[number % 2], 0.0)
+        answer = link.next_round(tickets[number % 2], 0.0)
         scale = 50.0 if number % 4 == 3 else 1e-3
         delta = {f"pseudo_gradient.{i}": numbers(p.numel(), dtype, 10 * number + i) * scale for i, p in enumerate(model.values())}
-        link.hand_in(tickets[number % 2], taken.key, service.state.run.contribution_layout, delta, report())
+        link.hand_in(tickets[number % 2], answer.key, service.state.run.contribution_layout, delta, report())
     service.close()
 
 

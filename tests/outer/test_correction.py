@@ -37,19 +37,19 @@ def assert_near(actual: Tensor, expected: Tensor, scale: Tensor, ulps: int = 16)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(v.values()))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_corrects_by_algorithm_2(variant: dict[str, Any], shape: tuple[int, ...]) -> None:
-    seen = set()
+    case_names = set()
     for cosine, ratio, rho in itertools.product(COSINES, (0.01, 1.0, 30.0), (1.0, 0.4472, 2.5)):
         u, m = pair(cosine, ratio, 1.0, shape)
         assert_near(combined(u, m, weight=rho, **variant), correct(u, m, weight=rho, **variant), scale=rho * u)
-        seen.add(examine(u, m, weight=rho, **variant)[2].case)
-    assert seen == {"kept", "damped", "turned"}
+        case_names.add(examine(u, m, weight=rho, **variant)[2].case)
+    assert case_names == {"kept", "damped", "turned"}
 
 
 def test_algorithm_2_by_hand() -> None:
     """Numbers worked out on paper, with κ = 1 and ε = 0: for m = (2, 0), conf = ‖Δ‖ / (‖Δ‖ + 2)."""
     m, plain = vector(2, 0), {"kappa": 1.0, "eps": 0.0}
-    kept, opposed, across = vector(3, 4), vector(-3, 4), vector(0, 6)
-    assert_near(correct(kept, m, **plain), kept, scale=kept)  # c = .6
+    agreeing, opposed, across = vector(3, 4), vector(-3, 4), vector(0, 6)
+    assert_near(correct(agreeing, m, **plain), agreeing, scale=agreeing)  # c = .6
     beta = 0.5 * 0.6 * 5 / 7  # c = −.6: Δ − βc‖Δ‖m̂ = Δ + 3β m̂
     assert_near(correct(opposed, m, **plain), vector(-3 + 3 * beta, 4), scale=opposed)
     assert_near(correct(opposed, m, weight=0.2, **plain), 0.2 * vector(-3 + 3 * beta, 4), scale=opposed)
@@ -87,8 +87,8 @@ def test_layout_does_not_matter() -> None:
         u, m = pair(cosine, 1.0, 2.0, (2, 3, 4, 5))
         expected = correct(u, m)
         strided = torch.stack([u, u], dim=-1)[..., 0]
-        for left, right in itertools.product((u, strided, u.to(memory_format=torch.channels_last)), (m, m.mT.contiguous().mT)):
-            assert_near(combined(left, right), expected, scale=u)
+        for u_view, m_view in itertools.product((u, strided, u.to(memory_format=torch.channels_last)), (m, m.mT.contiguous().mT)):
+            assert_near(combined(u_view, m_view), expected, scale=u)
 
 
 # The lemma: Δ̂·v̂ ≥ u·v̂ and ‖Δ̂‖ ≤ ‖u‖, whatever the constants
@@ -345,24 +345,24 @@ Constants = dict[str, Any]
 
 def one_block(uu: float, mm: float, um: float, correction: Constants | None, weight: float) -> tuple[float, float, Outcome]:
     """(a, b, outcome) of a block in Python's numbers, one case after the other."""
-    given = correction_constants(correction or {})
-    before, after = (weight, 1.0) if given.weigh == "before" else (1.0, weight)
+    constants = correction_constants(correction or {})
+    before, after = (weight, 1.0) if constants.weigh == "before" else (1.0, weight)
     norms = math.sqrt(uu), math.sqrt(mm)
     u, v = before * norms[0], norms[1]
-    if u < given.eps or v < given.eps or u * v == 0:
+    if u < constants.eps or v < constants.eps or u * v == 0:
         return weight, 0.0, Outcome("skipped", None, None, 0.0, *norms)
     c = max(-1.0, min(1.0, before * um / (u * v)))
     if correction is None:
         return weight, 0.0, Outcome("kept", c, None, 0.0, *norms)
-    conf = u / (u + given.kappa * v + given.eps)
-    if c >= given.c_ok:
+    conf = u / (u + constants.kappa * v + constants.eps)
+    if c >= constants.c_ok:
         return weight, 0.0, Outcome("kept", c, conf, 0.0, *norms)
     if c < 0:
-        beta = min(given.k_s * -c * conf, given.beta_max)
+        beta = min(constants.k_s * -c * conf, constants.beta_max)
         return weight, after * (-beta * c * u / v), Outcome("damped", c, conf, beta, *norms)
-    slope = 1 - c if given.reorient == "printed" else (given.c_ok - c) / (given.c_ok - given.c_bad)
-    lam = min(given.k_d * slope * conf, 1.0)
-    length = max(math.sqrt((1 - lam) * (1 - lam) + lam * lam + 2 * lam * (1 - lam) * c), given.eps)
+    slope = 1 - c if constants.reorient == "printed" else (constants.c_ok - c) / (constants.c_ok - constants.c_bad)
+    lam = min(constants.k_d * slope * conf, 1.0)
+    length = max(math.sqrt((1 - lam) * (1 - lam) + lam * lam + 2 * lam * (1 - lam) * c), constants.eps)
     return weight * (1 - lam) / length, after * (lam * u / (v * length)), Outcome("turned", c, conf, lam, *norms)
 
 

@@ -73,12 +73,12 @@ def blocks(sizes: list[int], p: torch.dtype = torch.float32, u: torch.dtype = to
 
 def at_cosines(cosines: list[float | None], size: int = 40, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
     """Lists θ, m and Δ of blocks with these cosines between m and Δ; None for a momentum of zeros."""
-    found: list[list[Tensor]] = [[], [], []]
+    lists: list[list[Tensor]] = [[], [], []]
     for i, cosine in enumerate(cosines):
         u, m = pair(cosine or 0.0, 0.5 + i % 3, 2.0, (size,), seed=i)
-        for of_all, x in zip(found, (random(size, i), m * (cosine is not None), u), strict=True):
+        for of_all, x in zip(lists, (random(size, i), m * (cosine is not None), u), strict=True):
             of_all.append(x.to(DEVICE, dtype))
-    return [found[0], [m.float() for m in found[1]], found[2]]
+    return [lists[0], [m.float() for m in lists[1]], lists[2]]
 
 
 def copies(*lists: list[Tensor]) -> list[list[Tensor]]:
@@ -220,7 +220,7 @@ def test_whole_runs_are_those_of_the_portable_kernels(rule: Any, dtype: torch.dt
     start, _, *deltas = (blocks(SIZES, dtype, dtype)[k] for k in (0, 1, 2, 2, 0))
     results: list[tuple[list[Tensor], list[Tensor], list[Any]]] = []
     for kernels_of in (gpu, portable):
-        monkeypatch.setattr(kernels, "kernels_for", lambda *_, of=kernels_of: (of, None))
+        monkeypatch.setattr(kernels, "kernels_for", lambda *_, module=kernels_of: (module, None))
         params = parameters(start)
         optimizer = rule(params)
         for t, arrival in enumerate(deltas):
@@ -286,10 +286,10 @@ def test_a_pseudo_gradient_that_is_not_finite_changes_nothing(rule: Any, poison:
 def test_after_a_refused_step_the_next_one_is_made() -> None:
     p, m, u = blocks([5, 40])
     ours, theirs = parameters(p), parameters(p)
-    left = with_state(HeLoCo(ours), ours, copies(m)[0], [u[0], u[1] * math.nan])
+    optimizer = with_state(HeLoCo(ours), ours, copies(m)[0], [u[0], u[1] * math.nan])
     with pytest.raises(NotFinite):
-        left.step()
-    assert_same(run(left, ours, [u]), run(with_state(HeLoCo(theirs), theirs, copies(m)[0], u), theirs, [u]))
+        optimizer.step()
+    assert_same(run(optimizer, ours, [u]), run(with_state(HeLoCo(theirs), theirs, copies(m)[0], u), theirs, [u]))
 
 
 # ---- which blocks go through these kernels
@@ -419,8 +419,8 @@ def on_the_device(work: Callable[[], object]) -> list[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         work()
         torch.cuda.synchronize()
-    found = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    return sorted(name for name in found if "#" not in name)  # what torch writes down about the optimizer itself has one
+    names = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sorted(name for name in names if "#" not in name)  # what torch writes down about the optimizer itself has one
 
 
 @only_on_a_gpu
@@ -429,8 +429,8 @@ def test_a_step_is_three_launches_and_waits_once() -> None:
         p, m, u = blocks([1000] * count)
         params = parameters(p)
         optimizer = with_state(HeLoCo(params), params, m, u)
-        there, back, *launched = on_the_device(optimizer.step)
-        assert there.startswith("Memcpy") and back.startswith("Memcpy")  # the table, and the sums
+        table_copy, sums_copy, *launched = on_the_device(optimizer.step)
+        assert table_copy.startswith("Memcpy") and sums_copy.startswith("Memcpy")  # the table, and the sums
         assert launched == ["_decide", "_update", "statistics_kernel"]
 
 

@@ -29,25 +29,25 @@ every_rule = pytest.mark.parametrize("rule", RULES)
 def parameters(dtype: torch.dtype = F64, seed: int = 0) -> list[Tensor]:
     """Blocks of many shapes and layouts."""
     generator = torch.Generator().manual_seed(seed)
-    made = [
+    tensors = [
         torch.randn(shape, dtype=F64, generator=generator) for shape in ((3, 4), (5,), (), (0, 2), (1,), (4, 3), (2, 3, 4, 4))
     ]
-    made[5] = made[5].t()
-    made[6] = made[6].to(memory_format=torch.channels_last)
-    made.append(torch.randn(6, 8, dtype=F64, generator=generator)[:, ::2])
-    return [torch.nn.Parameter(x.to(dtype)) for x in made]
+    tensors[5] = tensors[5].t()
+    tensors[6] = tensors[6].to(memory_format=torch.channels_last)
+    tensors.append(torch.randn(6, 8, dtype=F64, generator=generator)[:, ::2])
+    return [torch.nn.Parameter(x.to(dtype)) for x in tensors]
 
 
 def arrivals(params: list[Tensor], count: int, seed: int = 1) -> list[list[Tensor]]:
     """`count` pseudo-gradients like the parameters, each pointing partly where the one before pointed, or away from it."""
     generator = torch.Generator().manual_seed(seed)
-    found: list[list[Tensor]] = []
+    deltas: list[list[Tensor]] = []
     for t in range(count):
-        found.append([torch.randn(p.shape, dtype=F64, generator=generator).to(p) for p in params])
+        deltas.append([torch.randn(p.shape, dtype=F64, generator=generator).to(p) for p in params])
         if t % 3:
-            for now, last in zip(found[t], found[t - 1], strict=True):
+            for now, last in zip(deltas[t], deltas[t - 1], strict=True):
                 now.add_(last, alpha=(-0.8, 0.5)[t % 3 - 1])
-    return found
+    return deltas
 
 
 def follow(optimizer: OuterOptimizer, params: list[Tensor], reference: list[Equations], weights: list[float]) -> set[str]:
@@ -157,8 +157,8 @@ def test_weighted_nesterov_is_torchs_sgd_over_weighted_pseudo_gradients() -> Non
     ours, theirs = parameters(), parameters()
     deltas = arrivals(ours, 5)
     sgd = torch.optim.SGD(theirs, lr=0.07, momentum=0.9, nesterov=True)
-    left = run(Nesterov(ours, lr=0.07), ours, deltas, weight=0.3)
-    assert_same(left, run(sgd, theirs, [[0.3 * x for x in delta] for delta in deltas]))
+    our_parameters = run(Nesterov(ours, lr=0.07), ours, deltas, weight=0.3)
+    assert_same(our_parameters, run(sgd, theirs, [[0.3 * x for x in delta] for delta in deltas]))
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -683,5 +683,5 @@ for method in METHODS.values():
     outer.step(weight=0.5, pseudo_gradients=[torch.ones(3)])
 print("torch._dynamo" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "False"

@@ -56,7 +56,7 @@ def lighthouse() -> Iterator[Callable[[int], str]]:
 @pytest.fixture
 def manage() -> Iterator[Callable[..., Any]]:
     """Makes a replica group's manager."""
-    made: list[tuple[Any, Any]] = []
+    managers: list[tuple[Any, Any]] = []
 
     def start(address: str, name: str, replicas: int) -> Any:
         store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -78,27 +78,27 @@ def manage() -> Iterator[Callable[..., Any]]:
             quorum_timeout=PATIENCE,
             connect_timeout=PATIENCE,
         )
-        made.append((manager, store))
+        managers.append((manager, store))
         return manager
 
     yield start
-    for manager, _ in made:
+    for manager, _ in managers:
         manager.shutdown(wait=False)
 
 
 def model(seed: int = 0) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
-    for p in made.parameters():
+    network = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    for p in network.parameters():
         p.data = torch.randn(p.shape, dtype=F64, generator=generator)
-    return made
+    return network
 
 
 def replica(manager: Any, rule: str, fragments: int, seed: int = 0) -> Replica:
-    made, (kind, _, settings) = model(seed), RULES[rule]
-    parts = [made] if fragments == 1 else list(made)
+    network, (kind, _, settings) = model(seed), RULES[rule]
+    parts = [network] if fragments == 1 else list(network)
     return Replica(
-        manager, made, torch.optim.SGD(made.parameters(), lr=INNER_LR), [kind(x.parameters(), **settings) for x in parts]
+        manager, network, torch.optim.SGD(network.parameters(), lr=INNER_LR), [kind(x.parameters(), **settings) for x in parts]
     )
 
 
@@ -187,8 +187,8 @@ def test_a_replica_that_joins_takes_over_parameters_and_momentum(lighthouse: Any
         train(first, gradients[:alone])
 
     address = lighthouse(replicas=2)
-    again = first._replace(manager=manage(address, "replica0", replicas=2))
-    again.manager.load_state_dict(first.manager.state_dict())
+    successor = first._replace(manager=manage(address, "replica0", replicas=2))
+    successor.manager.load_state_dict(first.manager.state_dict())
     joining = replica(manage(address, "replica1", replicas=2), "heloco", fragments=1, seed=99)
 
     def work(one: Replica) -> None:
@@ -197,5 +197,5 @@ def test_a_replica_that_joins_takes_over_parameters_and_momentum(lighthouse: Any
             train(one, gradients[alone:])
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(work, (again, joining)))
-    assert_at(by_hand("heloco", [gradients]), again, joining)
+        list(pool.map(work, (successor, joining)))
+    assert_at(by_hand("heloco", [gradients]), successor, joining)

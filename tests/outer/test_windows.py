@@ -58,9 +58,9 @@ def synchronizer(method: str) -> Synchronizer:
 
 
 def receive(synchronizer: Synchronizer, stored: tuple[Path, Layout], release) -> None:
-    held = synchronizer.dispatch(0, with_start=False)
+    current_round = synchronizer.dispatch(0, with_start=False)
     deltas = blocks.blocks_of(blocks.PSEUDO_GRADIENT, map_tensors(*stored))
-    arrival = synchronizer.receive(Contribution(0, held.index, held.version, deltas, release=release))
+    arrival = synchronizer.receive(Contribution(0, current_round.index, current_round.version, deltas, release=release))
     assert arrival.verdict == "applied"
 
 

@@ -93,12 +93,12 @@ def test_share_takes_other_clips():
 def test_the_weight_of_equal_workers_grows_from_one_over_k_to_one_over_root_k(name, workers):
     length = 100 * workers
     weight = make_weight(name, length=length)
-    found = [weight(standing(own=n, arrivals=n * workers, workers=workers)) for n in range(1, 101)]
-    assert found == sorted(found)
-    assert found[0] == pytest.approx(1 / workers, rel=0.01)
-    assert found[-1] == pytest.approx(1 / math.sqrt(workers), rel=1e-12)
-    assert found[49] == pytest.approx(1 / math.sqrt(workers * (1 + (workers - 1) / 2)), rel=1e-12)
-    assert weight(standing(own=200, arrivals=200 * workers, workers=workers)) == found[-1]  # a run that goes on for longer
+    weights = [weight(standing(own=n, arrivals=n * workers, workers=workers)) for n in range(1, 101)]
+    assert weights == sorted(weights)
+    assert weights[0] == pytest.approx(1 / workers, rel=0.01)
+    assert weights[-1] == pytest.approx(1 / math.sqrt(workers), rel=1e-12)
+    assert weights[49] == pytest.approx(1 / math.sqrt(workers * (1 + (workers - 1) / 2)), rel=1e-12)
+    assert weight(standing(own=200, arrivals=200 * workers, workers=workers)) == weights[-1]  # a run that goes on for longer
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 7, 64])
@@ -117,22 +117,22 @@ def test_without_correlation_or_length_the_annealed_weight_is_the_base_weight_to
     ],
 )
 def test_at_the_end_the_discounted_weight_is_one_over_root_n_and_less_for_who_is_slower_than_average(own, weight):
-    found = make_weight("discounted", length=300)(standing(own=own, arrivals=300))
-    assert found == pytest.approx(weight, rel=1e-12)
+    computed_weight = make_weight("discounted", length=300)(standing(own=own, arrivals=300))
+    assert computed_weight == pytest.approx(weight, rel=1e-12)
 
 
 @pytest.mark.parametrize(("step_share", "weight"), [(1 / 3, 1 / math.sqrt(3)), (1 / 6, 1 / math.sqrt(5))])
 def test_under_dylu_nothing_is_discounted_and_who_does_more_steps_counts_more(step_share, weight):
     """Paces 1,2,2,2,2: all arrive equally often, and the fast worker does a third of the steps."""
-    found = make_weight("discounted", length=300)(Standing(4, 60, 300, 5, step_share))
-    assert found == pytest.approx(weight, rel=1e-12)
+    computed_weight = make_weight("discounted", length=300)(Standing(4, 60, 300, 5, step_share))
+    assert computed_weight == pytest.approx(weight, rel=1e-12)
 
 
 @given(own=st.integers(1, 299))
 def test_the_discounted_weight_has_no_cliff(own):
     weight = make_weight("discounted", length=600)
-    here, there = (weight(standing(own=n, arrivals=300)) for n in (own, own + 1))
-    assert here < there < here * (own + 2) / (own + 1) * 1.0001
+    smaller_weight, larger_weight = (weight(standing(own=n, arrivals=300)) for n in (own, own + 1))
+    assert smaller_weight < larger_weight < smaller_weight * (own + 2) / (own + 1) * 1.0001
 
 
 @pytest.mark.parametrize("name", ["annealed", "discounted"])
@@ -141,23 +141,23 @@ def test_a_direction_that_one_round_learns_is_stable_for_any_number_of_workers(n
     """One parameter; a round from θ brings Δ = aθ, a falling from 1 to 0 with the learning rate, and all start together."""
     rounds = 20
     weight = make_weight(name, length=rounds * workers)
-    found = quadratic(weight, workers, rounds)
-    assert max(map(abs, found)) < 1 and abs(found[-1]) < 0.05
+    thetas = quadratic(weight, workers, rounds)
+    assert max(map(abs, thetas)) < 1 and abs(thetas[-1]) < 0.05
     base = quadratic(make_weight("base"), workers, rounds)
     assert workers <= 5 or max(map(abs, base)) > 10  # what the weight is for
 
 
 def quadratic(weight, workers, rounds, mu=0.9):
     """θ after each cycle of MLA with η = 1."""
-    theta, m, found = 1.0, 0.0, []
+    theta, m, thetas = 1.0, 0.0, []
     for n in range(rounds):
         delta = 0.5 * (1 + math.cos(math.pi * n / rounds)) * theta
         for worker in range(workers):
             g = weight(standing(own=n + 1, arrivals=n * workers + worker + 1, workers=workers)) * delta
             m = mu * m + (1 - mu) * g
             theta -= g + mu * m
-        found.append(theta)
-    return found
+        thetas.append(theta)
+    return thetas
 
 
 @given(
@@ -268,10 +268,10 @@ def test_flexible_takes_the_least_visited_shard():
 
 
 def test_flexible_breaks_ties_at_random_and_by_the_seed_alone():
-    first, again, other = (
+    first, repeat, other = (
         play(make_choice("flexible", workers=4, shards=5, seed=s), workers=4, shards=5, rounds=50) for s in (1, 1, 2)
     )
-    assert first == again
+    assert first == repeat
     assert first != other
     opening = Counter(make_choice("flexible", workers=1, shards=5, seed=s)(0, 0, [View()] * 5) for s in range(2000))
     assert all(320 <= opening[shard] <= 480 for shard in range(5))  # 400 each, ± 4.5 standard deviations
@@ -308,12 +308,12 @@ def test_liu_draws_by_size_at_the_start_and_on_par():
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**6)), min_size=1, max_size=8))
 def test_lius_probabilities_are_probabilities_and_zero_for_who_is_ahead(pages):
-    shards = [View(windows=windows, taken=taken) for windows, taken in pages]
+    shards = [View(windows=windows, taken=count) for windows, count in pages]
     probabilities = Liu(0).probabilities(shards)
     assert sum(probabilities) == pytest.approx(1, rel=1e-9)
-    size, taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
-    lags = [s.windows * taken - s.taken * size for s in shards]  # exact, in whole numbers
-    if taken and any(lag > 0 for lag in lags):
+    size, total = sum(s.windows for s in shards), sum(s.taken for s in shards)
+    lags = [s.windows * total - s.taken * size for s in shards]  # exact, in whole numbers
+    if total and any(lag > 0 for lag in lags):
         for p, lag in zip(probabilities, lags, strict=True):
             assert p >= 0
             assert p < 1e-9 or lag > 0
@@ -537,11 +537,11 @@ def test_a_worker_whose_contributions_are_larger_for_good_is_not_cut_down():
 def test_a_history_comes_back_from_its_rows():
     judged = Judged().warm_up()
     judged(1, times=1e9)
-    again = Judged()
-    again.history.load([[list(row) for row in rows] for rows in judged.history.rows()])
-    assert again.history.rows() == judged.history.rows()
+    twin = Judged()
+    twin.history.load([[list(row) for row in rows] for rows in judged.history.rows()])
+    assert twin.history.rows() == judged.history.rows()
     for number in range(20):
-        assert again(number % 3, times=1 + number) == judged(number % 3, times=1 + number)
+        assert twin(number % 3, times=1 + number) == judged(number % 3, times=1 + number)
 
 
 def test_norms_beyond_what_can_be_added_are_outliers():

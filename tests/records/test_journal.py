@@ -102,8 +102,8 @@ def test_rubbish_after_the_acknowledged_event_is_cut_off(tmp_path, rubbish):
     journal.close()
     with segment(tmp_path).open("ab") as file:
         file.write(rubbish)
-    again = Journal(tmp_path)
-    assert again.end.number == 5 and texts(tmp_path) == [f"pause {i}" for i in range(5)]
+    reopened_journal = Journal(tmp_path)
+    assert reopened_journal.end.number == 5 and texts(tmp_path) == [f"pause {i}" for i in range(5)]
 
 
 def test_a_journal_that_lost_what_was_acknowledged_is_refused(tmp_path):
@@ -124,9 +124,9 @@ def test_what_a_checkpoint_stands_for_is_not_needed(tmp_path):
     mark = journal.end
     journal.close()
     segment(tmp_path).write_bytes(segment(tmp_path).read_bytes()[:100])
-    again = Journal(tmp_path, mark)
-    assert again.end.number == 5
-    again.append(pause(5))
+    reopened_journal = Journal(tmp_path, mark)
+    assert reopened_journal.end.number == 5
+    reopened_journal.append(pause(5))
     assert texts(tmp_path, mark) == ["pause 5"]
     assert [path.suffix for path in sorted((tmp_path / FOLDER).glob("events-*"))] == [".damaged", ".jsonl"]
 
@@ -136,15 +136,15 @@ def test_reading_begins_at_a_mark_and_reads_nothing_before_it(tmp_path, monkeypa
     journal = filled(tmp_path, 40)
     marks = [mark for _, mark in read_events(journal.folder)]
     journal.close()
-    known = segments(journal.folder)
-    assert len(known) > 5
+    segment_files = segments(journal.folder)
+    assert len(segment_files) > 5
     for mark in marks[::7]:
         assert texts(tmp_path, mark) == [f"pause {i}" for i in range(mark.number, 40)]
-    for _, path in known[:3]:  # what is not needed may be gone
+    for _, path in segment_files[:3]:  # what is not needed may be gone
         path.unlink()
     assert texts(tmp_path, marks[-1]) == []
     assert Journal(tmp_path, marks[35]).end == marks[-1]
-    first = next(mark for mark in marks if mark.position > known[3][0]).number
+    first = next(mark for mark in marks if mark.position > segment_files[3][0]).number
     assert texts(tmp_path) == [f"pause {i}" for i in range(first - 1, 40)]
 
 
@@ -165,9 +165,9 @@ def test_a_kill_while_a_segment_is_begun(tmp_path, monkeypatch, cut):
     journal.close()
     path = segments(journal.folder)[-1][1]
     os.truncate(path, max(0, path.stat().st_size - cut * 10))
-    again = Journal(tmp_path)
-    before = again.end.number
-    again.append(pause(99))
+    reopened_journal = Journal(tmp_path)
+    before = reopened_journal.end.number
+    reopened_journal.append(pause(99))
     assert texts(tmp_path) == [*(f"pause {i}" for i in range(before)), "pause 99"]
 
 
@@ -288,9 +288,9 @@ def test_where_it_is_not_known_what_was_acknowledged_nothing_is_cut_off_but_a_to
     if content is not None:
         (journal.folder / "acknowledged").write_bytes(content)
     os.truncate(segment(tmp_path), segment(tmp_path).stat().st_size - 10)
-    again = Journal(tmp_path)
-    assert (again.end.number, again.acknowledged) == (3, -1)
-    again.close()
+    reopened_journal = Journal(tmp_path)
+    assert (reopened_journal.end.number, reopened_journal.acknowledged) == (3, -1)
+    reopened_journal.close()
     with segment(tmp_path).open("ab") as file:
         file.write(b"rubbish\n")
     with pytest.raises(JournalDamaged):

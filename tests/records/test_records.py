@@ -19,8 +19,8 @@ LINE = {"arrival": 1, "outer_step": 1, "time_s": 2.0, "inner_steps": 4, "units":
 def test_records_hold_all_that_a_run_wrote(unbroken):
     folder: Path = unbroken()
     assert [msgspec.to_builtins(r) for r in read_records(folder / "evals.jsonl", EvaluationRecord)] == evals(folder)
-    again = [json.loads(msgspec.json.encode(record)) for record in read_records(folder / "tape.jsonl", ArrivalRecord)]
-    assert again == tape(folder)
+    records = [json.loads(msgspec.json.encode(record)) for record in read_records(folder / "tape.jsonl", ArrivalRecord)]
+    assert records == tape(folder)
     assert json.loads(read_facts(folder / "run.json").to_json()) == json.loads((folder / "run.json").read_text())
 
 

@@ -28,9 +28,9 @@ def last_within(folder: Path, budget: str, limit: float) -> dict:
 
 
 def compared(folders: list[Path], *more: str) -> list[list[dict[str, str]]]:
-    done = heloco("compare", *folders, *more, "--format", "csv")
-    assert (done.code, done.err) == (0, "")
-    return [list(csv.DictReader(io.StringIO(part))) for part in done.out.split("\n\n")]
+    result = heloco("compare", *folders, *more, "--format", "csv")
+    assert (result.code, result.err) == (0, "")
+    return [list(csv.DictReader(io.StringIO(part))) for part in result.out.split("\n\n")]
 
 
 def test_the_smallest_budget_that_all_reached_is_the_default(folders):
@@ -73,10 +73,10 @@ def test_it_comes_as_a_table_and_as_markdown(folders):
     shown = heloco("compare", *folders)
     assert shown.code == 0
     assert "★" in shown.out and "fast" in shown.out and "virtual time" in shown.out
-    written = heloco("compare", *folders, "--format", "markdown").out
-    assert written.count("## At ") == 2
-    assert "| run | arrival | tokens | loss | bits per byte | " in written
-    assert "**" in written
+    markdown = heloco("compare", *folders, "--format", "markdown").out
+    assert markdown.count("## At ") == 2
+    assert "| run | arrival | tokens | loss | bits per byte | " in markdown
+    assert "**" in markdown
 
 
 @pytest.mark.parametrize(

@@ -86,12 +86,14 @@ def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
     code = f"""if True:
         import sys, pathlib
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        import test_figures as here
-        here.draw(here.a_figure(), pathlib.Path({str(tmp_path / "other")!r}))
+        import test_figures as module
+        module.draw(module.a_figure(), pathlib.Path({str(tmp_path / "other")!r}))
         print("matplotlib.pyplot" in sys.modules, "torch" in sys.modules)
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"})
-    assert done.stdout.split() == ["False", "False"], done.stderr
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONHASHSEED": "7"}
+    )
+    assert process.stdout.split() == ["False", "False"], process.stderr
     assert (tmp_path / "other" / "loss.svg").read_bytes() == (tmp_path / "loss.svg").read_bytes()
 
 
@@ -161,9 +163,9 @@ def test_lines_without_values_and_figures_without_lines_are_drawn_all_the_same(t
 
 def test_a_steep_start_is_cut_off_and_the_caption_says_so(tmp_path):
     figure = a_figure([Line("mla", STEPS, falling(6.7)), Line("heloco", STEPS, falling(6.5))])
-    seen = y_range(figure.panels[0].lines)
-    assert seen.low < 6.5
-    assert 6.7 < seen.high < 7
+    y_axis = y_range(figure.panels[0].lines)
+    assert y_axis.low < 6.5
+    assert 6.7 < y_axis.high < 7
     assert caption_of(figure).startswith("Five languages. Early values up to 10.9 lie above the y axis")
     assert texts(figure, tmp_path).count("↑ to 10.9") == 2
 
@@ -178,18 +180,18 @@ def test_what_fits_is_not_cut():
         [Line("mla", STEPS, falling(6.7, start=7)), Line("x", STEPS, falling(5.9, start=7))],
         [Line("mla", [0, 1], [10.9, 6.5])],
     ):
-        seen = y_range(lines)
+        y_axis = y_range(lines)
         values = [y for line in lines for y in line.y]
-        assert seen.low < min(values)
-        assert max(values) < seen.high
+        assert y_axis.low < min(values)
+        assert max(values) < y_axis.high
         assert caption_of(one_panel(*lines)) == "Five languages."
 
 
 def test_a_late_rise_is_never_cut():
     y = [*falling(6.5)[:-1], 30.0]
-    seen = y_range([Line("mla", STEPS, y)])
-    assert seen.high > 30
-    assert seen.above is None
+    y_axis = y_range([Line("mla", STEPS, y)])
+    assert y_axis.high > 30
+    assert y_axis.above is None
 
 
 def test_panels_of_one_measure_share_a_range_and_the_band_counts():
@@ -271,8 +273,8 @@ def test_without_matplotlib_there_is_a_sentence(tmp_path):
         except UserError as error:
             print(error)
     """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert 'pip install "heloco[figures]"' in done.stdout, done.stderr
+    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert 'pip install "heloco[figures]"' in process.stdout, process.stderr
     assert not (tmp_path / "never").exists()
     assert available()
     assert issubclass(UserError, ValueError)

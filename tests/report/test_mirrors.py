@@ -41,19 +41,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
-    kept = Kept()
-    mirroring = Mirroring(kept)
+    mirror = Kept()
+    mirroring = Mirroring(mirror)
     for line in tape(plain):
         mirroring.arrived(msgspec.convert(line, ArrivalRecord))
     for line in tape(plain, "evals.jsonl"):
         mirroring.evaluated(msgspec.convert(line, EvaluationRecord))
     arrivals, evals = tape(plain), tape(plain, "evals.jsonl")
-    assert [step for step, _ in kept.lines] == [line["arrival"] for line in arrivals + evals]
-    for (_, numbers), line in zip(kept.lines, arrivals, strict=False):
+    assert [step for step, _ in mirror.lines] == [line["arrival"] for line in arrivals + evals]
+    for (_, numbers), line in zip(mirror.lines, arrivals, strict=False):
         assert numbers["arrival/staleness"] == numbers[f"worker {line['worker']}/staleness"] == line["staleness"]
         assert numbers[f"worker {line['worker']}/training loss"] == line["loss"]
         assert sum(v for name, v in numbers.items() if name.startswith("correction/")) == pytest.approx(1)
-    for (_, numbers), line in zip(kept.lines[len(arrivals) :], evals, strict=True):
+    for (_, numbers), line in zip(mirror.lines[len(arrivals) :], evals, strict=True):
         assert numbers["validation/loss"] == line["mean"]["loss"]
         assert {n: v["loss"] for n, v in line["scores"].items()} == {
             name.removeprefix("validation loss/"): v for name, v in numbers.items() if name.startswith("validation loss/")
@@ -61,12 +61,12 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
 
 
 def test_refused_contributions_and_missing_losses_are_left_out(plain: Path) -> None:
-    kept = Kept()
-    Mirroring(kept).arrived(msgspec.convert(tape(plain)[0] | {"verdict": "refused"}, ArrivalRecord))
+    mirror = Kept()
+    Mirroring(mirror).arrived(msgspec.convert(tape(plain)[0] | {"verdict": "refused"}, ArrivalRecord))
     [first, *_] = tape(plain, "evals.jsonl")
     missing = first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}}
-    Mirroring(kept).evaluated(msgspec.convert(missing, EvaluationRecord))
-    assert kept.lines == [(3, {"validation/virtual time in s": 1.0})]
+    Mirroring(mirror).evaluated(msgspec.convert(missing, EvaluationRecord))
+    assert mirror.lines == [(3, {"validation/virtual time in s": 1.0})]
 
 
 def test_tensorboard(tmp_path: Path, plain: Path) -> None:
@@ -77,8 +77,8 @@ def test_tensorboard(tmp_path: Path, plain: Path) -> None:
     assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0})
     events.Reload()
-    found = {event.step: float(event.tensor_proto.float_val[0]) for event in events.Tensors("validation/loss")}
-    assert found == pytest.approx({line["arrival"]: line["mean"]["loss"] for line in tape(plain, "evals.jsonl")}, rel=1e-6)
+    losses = {event.step: float(event.tensor_proto.float_val[0]) for event in events.Tensors("validation/loss")}
+    assert losses == pytest.approx({line["arrival"]: line["mean"]["loss"] for line in tape(plain, "evals.jsonl")}, rel=1e-6)
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_wandb(tmp_path: Path, plain: Path, offline: None) -> None:  # noqa: ARG
     pytest.importorskip("wandb", reason="wandb is not installed")
     assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "wandb"]) == 0
     assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
-    [written] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    [log_file] = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     until = time.monotonic() + 60  # its own process may still be writing
-    while b"validation/loss" not in written.read_bytes():
+    while b"validation/loss" not in log_file.read_bytes():
         assert time.monotonic() < until, "the losses never came"
         time.sleep(0.05)
 
@@ -105,9 +105,9 @@ def test_trackio(tmp_path: Path, plain: Path, offline: None) -> None:  # noqa: A
     command = [sys.executable, "-m", "heloco.cli", "train", *TINY, "--out", str(tmp_path / "run"), "--log", "trackio"]
     subprocess.run(command, check=True, capture_output=True, timeout=120)  # in a process of its own: it keeps global state
     assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
-    asked = "import trackio.sqlite_storage as s, json; print(json.dumps(s.SQLiteStorage.get_logs('heloco', 'run')))"
-    found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True, timeout=60).stdout
-    losses = [line["validation/loss"] for line in json.loads(found.splitlines()[-1]) if "validation/loss" in line]
+    query = "import trackio.sqlite_storage as s, json; print(json.dumps(s.SQLiteStorage.get_logs('heloco', 'run')))"
+    output = subprocess.run([sys.executable, "-c", query], check=True, capture_output=True, text=True, timeout=60).stdout
+    losses = [line["validation/loss"] for line in json.loads(output.splitlines()[-1]) if "validation/loss" in line]
     assert losses == pytest.approx([line["mean"]["loss"] for line in tape(plain, "evals.jsonl")])
 
 

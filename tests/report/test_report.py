@@ -63,10 +63,10 @@ def test_the_summary_is_what_the_tape_says(name, unbroken):
 
 
 def test_the_settings_above_show_every_verdict(unbroken):
-    seen = {name: {line["verdict"] for line in tape(unbroken(*settings))} for name, settings in SETTINGS.items()}
-    assert seen["sync"] == {"gathered", "applied"}
-    assert seen["dropped"] == {"zeroed", "applied"}
-    assert seen["skipped"] == {"skipped", "applied"}
+    verdicts = {name: {line["verdict"] for line in tape(unbroken(*settings))} for name, settings in SETTINGS.items()}
+    assert verdicts["sync"] == {"gathered", "applied"}
+    assert verdicts["dropped"] == {"zeroed", "applied"}
+    assert verdicts["skipped"] == {"skipped", "applied"}
 
 
 def test_a_summary_can_be_added_to_line_by_line(unbroken):
@@ -109,22 +109,22 @@ def test_durations_and_numbers_read_well():
 
 def tables(out: str) -> dict[str, list[list[str]]]:
     """Title -> rows of cells, of every table printed."""
-    found: dict[str, list[list[str]]] = {}
+    rows_by_title: dict[str, list[list[str]]] = {}
     before, title = "", ""
     for line in out.splitlines():
         if line.startswith("┏"):
             title = before.strip()
-            found[title] = []
+            rows_by_title[title] = []
         elif line.startswith(("│", "┃")):
-            found[title].append([cell.strip() for cell in re.split("[│┃]", line)[1:-1]])
+            rows_by_title[title].append([cell.strip() for cell in re.split("[│┃]", line)[1:-1]])
         elif line.strip():
             before = line
-    return found
+    return rows_by_title
 
 
 def test_a_finished_run_shows_its_losses_workers_correction_and_folder(tmp_path):
-    done = heloco("train", *TINY, *SETTINGS["heloco"], "--out", tmp_path / "run")
-    summary, shown = summary_of(tmp_path / "run"), tables(done.out)
+    result = heloco("train", *TINY, *SETTINGS["heloco"], "--out", tmp_path / "run")
+    summary, shown = summary_of(tmp_path / "run"), tables(result.out)
     first, last = summary.first_eval, summary.last_eval
     scores = shown["Validation"]
     assert scores[0] == ["", "loss, start", "end", "bits per byte, start", "end"]
@@ -141,7 +141,7 @@ def test_a_finished_run_shows_its_losses_workers_correction_and_folder(tmp_path)
     total = sum(summary.cases.values())
     assert header == ["kept", "damped", "turned", "skipped"]
     assert counts == [f"{count:,} ({count / total:.1%})" for count in summary.cases.values()]
-    assert done.out.splitlines()[-1] == f"The run's folder: {tmp_path / 'run'}"
+    assert result.out.splitlines()[-1] == f"The run's folder: {tmp_path / 'run'}"
 
 
 def test_a_resumed_run_shows_the_tables_of_the_whole_run(tmp_path, nursery):
@@ -162,9 +162,9 @@ def test_refusals_have_a_column_of_their_own():
 
 
 def test_without_a_terminal_there_is_a_plain_line_per_evaluation(tmp_path):
-    done = heloco("train", *TINY, "--eval-every", "3", "--out", tmp_path / "run")
-    assert "\x1b" not in done.out
-    shown = list(itertools.takewhile(lambda line: line.startswith("arrival"), done.out.splitlines()))
+    result = heloco("train", *TINY, "--eval-every", "3", "--out", tmp_path / "run")
+    assert "\x1b" not in result.out
+    shown = list(itertools.takewhile(lambda line: line.startswith("arrival"), result.out.splitlines()))
     expected = [
         f"arrival {line['arrival']:>6}/8  virtual {duration(line['time_s'])}  {line['units']:,} tokens  "
         f"mean validation loss {line['mean']['loss']:.3f}"

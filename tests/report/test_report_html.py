@@ -44,8 +44,8 @@ def runs(folders) -> list[Run]:
 
 
 def page_json(html: str) -> dict:
-    [found] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', html, flags=re.DOTALL)
-    return json.loads(found)
+    [content] = re.findall(r'<script id="data" type="application/json">(.*?)</script>', html, flags=re.DOTALL)
+    return json.loads(content)
 
 
 # ---- the numbers
@@ -93,8 +93,8 @@ def test_tokens_add_up_and_each_round_moves_two_models(runs, folders):
 
 def test_the_timeline_has_every_round_of_every_worker(runs, folders):
     spans = worker_charts.timeline(runs).views[0].content
-    found = sorted(zip(spans.row, spans.start, spans.end, strict=True))
-    assert found == sorted((a["worker"], a["start_s"], a["time_s"]) for a in tape(folders[0]))
+    rounds = sorted(zip(spans.row, spans.start, spans.end, strict=True))
+    assert rounds == sorted((a["worker"], a["start_s"], a["time_s"]) for a in tape(folders[0]))
     assert set(spans.count) == {1}
     first = tape(folders[0])[0]
     assert spans.hover[0] == f"round 0, 0 s to 2 s, staleness 0, training loss {first['loss']:.3f}"
@@ -127,8 +127,8 @@ def test_the_map_has_every_block_of_every_arrival(runs, folders):
     assert heat.columns == [(a, a) for a in range(1, 21)]
     for block in range(len(heat.blocks)):
         assert heat.case[block] == "".join(a["blocks"]["case"][block] for a in lines)
-        found = [None if cosine is None else float(f"{cosine:.6g}") for cosine in heat.cosine[block]]
-        assert found == [a["blocks"]["cosine"][block] for a in lines]
+        cosines = [None if cosine is None else float(f"{cosine:.6g}") for cosine in heat.cosine[block]]
+        assert cosines == [a["blocks"]["cosine"][block] for a in lines]
 
 
 def test_tables_name_the_runs_and_what_differs(runs, folders):
@@ -158,14 +158,14 @@ def test_images_have_an_accuracy_and_no_bits(unbroken):
 
 @given(st.lists(st.floats(allow_infinity=False), max_size=400), st.integers(4, 60))
 def test_a_thinned_line_keeps_its_ends_its_lowest_and_its_highest(values, most):
-    kept = thinned(values, most)
-    assert kept == sorted(set(kept)) and len(kept) <= max(most, 4)
-    there = [value for value in values if math.isfinite(value)]
+    indices = thinned(values, most)
+    assert indices == sorted(set(indices)) and len(indices) <= max(most, 4)
+    finite_values = [value for value in values if math.isfinite(value)]
     if values:
-        assert kept[0] == 0 and kept[-1] == len(values) - 1
-    if there:
-        seen = [values[i] for i in kept if math.isfinite(values[i])]
-        assert (min(seen), max(seen)) == (min(there), max(there))
+        assert indices[0] == 0 and indices[-1] == len(values) - 1
+    if finite_values:
+        thinned_values = [values[i] for i in indices if math.isfinite(values[i])]
+        assert (min(thinned_values), max(thinned_values)) == (min(finite_values), max(finite_values))
 
 
 def test_a_thinned_map_has_means_and_most_frequent_cases(runs, folders):
@@ -208,9 +208,9 @@ def test_runs_of_one_method_have_colours_of_their_own(runs):
 @pytest.fixture(scope="module")
 def html(folders, tmp_path_factory) -> str:
     out = tmp_path_factory.mktemp("page") / "sub" / "report.html"
-    done = heloco("report", *folders, "--out", out)
-    assert (done.code, done.err) == (0, "")
-    assert done.out.startswith(f"Wrote {out} (")
+    result = heloco("report", *folders, "--out", out)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith(f"Wrote {out} (")
     return out.read_text(encoding="utf-8")
 
 
@@ -343,8 +343,8 @@ def test_the_report_reads_plain_records_and_loads_fast():
         import heloco.report.page_data, heloco.report.page_writer, heloco.report.compare, heloco.report.table_text
         print(time.perf_counter() - began, sorted({"torch", "numpy", "plotly", "jinja2", "matplotlib"} & set(sys.modules)))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    took_s, loaded = done.stdout.split(maxsplit=1)
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    took_s, loaded = process.stdout.split(maxsplit=1)
     assert loaded.strip() == "[]"
     assert float(took_s) < 1
 
@@ -352,6 +352,6 @@ def test_the_report_reads_plain_records_and_loads_fast():
 @pytest.mark.parametrize("missing", ["plotly"])
 def test_without_its_extra_there_is_a_sentence(missing, monkeypatch, tmp_path, folders):
     monkeypatch.setitem(sys.modules, missing, None)
-    done = heloco("report", folders[0], "--out", tmp_path / "page.html")
-    assert (done.code, done.sentence) == (2, f'A report needs {missing}: pip install "heloco[report]"')
+    result = heloco("report", folders[0], "--out", tmp_path / "page.html")
+    assert (result.code, result.sentence) == (2, f'A report needs {missing}: pip install "heloco[report]"')
     assert not (tmp_path / "page.html").exists()

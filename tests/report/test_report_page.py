@@ -42,7 +42,7 @@ class Page(HTMLParser):
         if data.strip():
             self.texts.append((self.open[-1] if self.open else "", data.strip()))
 
-    def said(self, tag: str) -> list[str]:
+    def texts_of(self, tag: str) -> list[str]:
         return [text for where, text in self.texts if where == tag]
 
     def all(self, tag: str) -> list[dict[str, str | None]]:
@@ -86,7 +86,7 @@ def page(html) -> Page:
 def test_it_is_one_document_with_a_title_and_a_language(html, page):
     assert html.startswith("<!DOCTYPE html>")
     assert page.all("html") == [{"lang": "en"}]
-    assert page.said("title") == page.said("h1") == [f"A study {EVIL}"]
+    assert page.texts_of("title") == page.texts_of("h1") == [f"A study {EVIL}"]
     assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
 
 
@@ -102,7 +102,7 @@ def test_it_takes_nothing_from_outside(html, page):
 def test_texts_are_never_markup(page):
     assert not page.all("script")
     for where in ("p", "h2", "th", "small", "a", "text", "figcaption"):
-        assert any(EVIL in text for text in page.said(where)), where
+        assert any(EVIL in text for text in page.texts_of(where)), where
 
 
 def test_ids_are_unique_and_every_reference_has_its_target(html, page):
@@ -119,17 +119,17 @@ def test_ids_are_unique_and_every_reference_has_its_target(html, page):
 
 
 def test_labels_that_look_like_ids_stay_as_they_are(page):
-    assert page.said("text").count(f'id="x" {EVIL} (paper)') == 2
+    assert page.texts_of("text").count(f'id="x" {EVIL} (paper)') == 2
 
 
 def test_a_table_has_all_its_cells_with_their_headings(html, page):
     assert [a["scope"] for a in page.all("th")] == ["col"] * 4 + ["row"] * 2 + ["col"] * 2 + ["row"]
     assert len(page.all("td")) == 3 * 2 + 1
-    said = page.said("td") + page.said("th") + page.said("b") + page.said("small")
+    texts = page.texts_of("td") + page.texts_of("th") + page.texts_of("b") + page.texts_of("small")
     for cell in (cell for row in TABLE.rows for cell in row):
-        assert cell.text in said
-        assert not cell.note or cell.note in said
-    assert set(TABLE.header) <= set(said)
+        assert cell.text in texts
+        assert not cell.note or cell.note in texts
+    assert set(TABLE.header) <= set(texts)
     assert "Nats per token." in html
 
 
@@ -146,16 +146,16 @@ def test_figures_are_described_and_captioned(page):
     assert len(labels) == 2
     assert labels[0].startswith("Title of one. 2 panels. left: loss against steps; right: loss against steps. Lines: mla; ")
     assert all(svg["role"] == "img" for svg in page.all("svg"))
-    assert page.said("figcaption") == ["A caption.", "A caption.", EVIL]
+    assert page.texts_of("figcaption") == ["A caption.", "A caption.", EVIL]
 
 
 def test_a_figure_that_was_not_drawn_says_what_is_missing(page):
-    assert page.said("code") == ['pip install "heloco[figures]"']
+    assert page.texts_of("code") == ['pip install "heloco[figures]"']
 
 
 def test_both_colour_schemes_print_and_narrow_screens_are_provided_for(html):
-    for wanted in ("prefers-color-scheme: dark", "@media print", "@media (max-width", "overflow-x: auto"):
-        assert wanted in html
+    for rule in ("prefers-color-scheme: dark", "@media print", "@media (max-width", "overflow-x: auto"):
+        assert rule in html
 
 
 def test_the_contents_link_to_every_part_and_a_short_page_has_none(page, tmp_path):
@@ -164,7 +164,7 @@ def test_the_contents_link_to_every_part_and_a_short_page_has_none(page, tmp_pat
     short = Page(render_study("Short", [Text("", ["Alone."])], tmp_path))
     assert not short.all("nav")
     assert not short.all("h2")
-    assert short.said("p") == ["Alone."]
+    assert short.texts_of("p") == ["Alone."]
 
 
 def test_a_row_that_does_not_fit_its_header_is_refused():

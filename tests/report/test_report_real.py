@@ -79,8 +79,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(folder: Path) -> Run:
-    [found] = read_runs([folder])
-    return found
+    [only_run] = read_runs([folder])
+    return only_run
 
 
 def cells(table: Any) -> dict[str, dict[str, str]]:
@@ -112,9 +112,9 @@ def test_who_contributed_lately_is_drawn_against_how_many_must(run: Run, folder:
 
 def test_the_table_of_machines_says_what_each_brought(run: Run, folder: Path) -> None:
     table, _ = machine_tables([run])
-    found, lines = cells(table), tape(folder)
-    assert list(found) == ["quick", "slow", "steady"]
-    for name, row in found.items():
+    rows, lines = cells(table), tape(folder)
+    assert list(rows) == ["quick", "slow", "steady"]
+    for name, row in rows.items():
         own = [line for line in lines if line["machine"].startswith(name)]
         assert row["contributions"] == str(len(own)) and row["share"] == f"{len(own) / len(lines):.1%}"
         assert row["worker"] == ", ".join(map(str, sorted({line["worker"] for line in own})))
@@ -124,7 +124,7 @@ def test_the_table_of_machines_says_what_each_brought(run: Run, folder: Path) ->
         assert row["s per step"] == f"{took_s / sum(line['inner_steps'] for line in own):.3g}"
         lately = sum(line in own for line in lines[-WINDOW:])
         assert row[f"of the last {WINDOW} arrivals"] == f"{lately / WINDOW:.1%}"
-    assert found["slow"][f"of the last {WINDOW} arrivals"] == "0.0%"
+    assert rows["slow"][f"of the last {WINDOW} arrivals"] == "0.0%"
     notes = {row[0].text: [cell.note for cell in row if cell.note] for row in table.rows}
     assert notes == {"quick": [], "steady": [], "slow": ["left at 0:08: stopped by hand"]}
 
@@ -215,16 +215,16 @@ def test_paces_are_measured_and_time_is_real(run: Run, folder: Path) -> None:
         assert worker_charts.timeline([run]).views[0].content.rows[worker] == f"worker {worker} ({measured:.3g} s)"
     assert "as measured" in str(table.caption)
     data = page_data([run])
-    said = json.dumps(data)
-    assert "virtual" not in said and "real time (s)" in said and data["tables"][0]["header"][4] == "real time"
+    page_text = json.dumps(data)
+    assert "virtual" not in page_text and "real time (s)" in page_text and data["tables"][0]["header"][4] == "real time"
     assert " by quick" in worker_charts.timeline([run]).views[0].content.hover[0]
 
 
 def test_a_simulation_keeps_its_words(unbroken: Any) -> None:
     [run] = read_runs([unbroken()])
     data = page_data([run])
-    said = json.dumps(data)
-    assert "virtual time (s)" in said and not any(word in said for word in ("real time", "measured", "took part"))
+    page_text = json.dumps(data)
+    assert "virtual time (s)" in page_text and not any(word in page_text for word in ("real time", "measured", "took part"))
     assert [chart["name"] for chart in data["charts"] if chart["name"] in ("participation", "machines")] == []
     assert [table["title"] for table in data["tables"]] == ["Runs", "Settings"]
 
@@ -256,8 +256,8 @@ def test_where_evaluations_would_stand_there_is_a_sentence(run: Run, folder: Pat
     assert "sources" not in names and overview.notes([run])[0] == "run stands at arrival 30 of 40."
     losses = [float(y) for line in worker_charts.training([run]).views[0].content.panels[0].lines for y in line.y]
     assert sorted(losses) == sorted(line["loss"] for line in tape(folder))
-    done = heloco("report", folder, "--out", tmp_path / "page.html")
-    assert done.code == 0 and NOTHING_EVALUATED in (tmp_path / "page.html").read_text(), done.err
+    result = heloco("report", folder, "--out", tmp_path / "page.html")
+    assert result.code == 0 and NOTHING_EVALUATED in (tmp_path / "page.html").read_text(), result.err
     assert heloco("report", folder, shutil.copytree(folder, tmp_path / "other"), "--out", tmp_path / "two.html").code == 0
 
 
@@ -378,13 +378,13 @@ def test_loops_that_join_over_https_are_watched_and_reported(host: RunHost, tmp_
     for thread in loops:
         thread.join(60)
     assert host.status().ended.kind == "finished" and watched.code == 0, watched.err
-    told = re.findall(r"arrival +(\d+)/12  real \S+  ([\d,]+) samples  mean training loss (\d\.\d+)", watched.out)
-    assert [arrival for arrival, *_ in told] == ["4", "8", "12"], watched.out
+    progress_lines = re.findall(r"arrival +(\d+)/12  real \S+  ([\d,]+) samples  mean training loss (\d\.\d+)", watched.out)
+    assert [arrival for arrival, *_ in progress_lines] == ["4", "8", "12"], watched.out
     assert "Nothing is evaluated in such a run" in watched.out and "one" in watched.out and "two" in watched.out
     folder = tmp_path / "run"
     assert not (folder / "evals.jsonl").exists() or not evals(folder)
-    done = heloco("report", folder, "--out", tmp_path / "page.html")
-    assert done.code == 0, done.err
+    result = heloco("report", folder, "--out", tmp_path / "page.html")
+    assert result.code == 0, result.err
     [run] = read_runs([folder])
     table = cells(machine_tables([run])[0])
     assert set(table) == {"one", "two"} and sum(int(row["contributions"]) for row in table.values()) == 12

@@ -44,18 +44,20 @@ def assert_told_and_remedied(folder: Path, says: str, expected: Path) -> None:
         assert_refused(folder, command, folder, says=f"The checkpoint {damaged} {says}")
     assert_refused(folder, "resume", folder, says="or delete the folder arrival-00000006 to go on from arrival-00000004.")
     shutil.rmtree(damaged)
-    done = heloco("resume", folder)
-    assert done.code == 0, done.err
-    assert done.out.startswith(f"Resuming {folder} at arrival 4 of 8.")
+    result = heloco("resume", folder)
+    assert result.code == 0, result.err
+    assert result.out.startswith(f"Resuming {folder} at arrival 4 of 8.")
     assert digests(folder) == digests(expected)
 
 
-@pytest.mark.parametrize("left", ["nothing", "one byte", "half a header", "half", "all but a byte"])
-def test_tensors_cut_short(left, broken_off, unbroken):
+@pytest.mark.parametrize("remainder", ["nothing", "one byte", "half a header", "half", "all but a byte"])
+def test_tensors_cut_short(remainder, broken_off, unbroken):
     path = newest(broken_off) / "tensors.safetensors"
     content = path.read_bytes()
     header = int.from_bytes(content[:8], "little")
-    length = {"nothing": 0, "one byte": 1, "half a header": header // 2, "half": len(content) // 2}.get(left, len(content) - 1)
+    length = {"nothing": 0, "one byte": 1, "half a header": header // 2, "half": len(content) // 2}.get(
+        remainder, len(content) - 1
+    )
     path.write_bytes(content[:length])
     assert_told_and_remedied(broken_off, "is damaged: its tensors are cut short or edited", unbroken(*OFTEN))
 
@@ -78,11 +80,11 @@ def test_tensors_of_another_checkpoint(broken_off, unbroken):
 EDITED = "was edited: its state.json is not the one that SHA256SUMS was written for"
 
 
-@pytest.mark.parametrize("left", [0, 1, 0.5, -1])
-def test_state_cut_short(left, broken_off, unbroken):
+@pytest.mark.parametrize("remainder", [0, 1, 0.5, -1])
+def test_state_cut_short(remainder, broken_off, unbroken):
     path = newest(broken_off) / "state.json"
     content = path.read_bytes()
-    path.write_bytes(content[: left if isinstance(left, int) else int(left * len(content))])
+    path.write_bytes(content[: remainder if isinstance(remainder, int) else int(remainder * len(content))])
     assert_told_and_remedied(broken_off, EDITED, unbroken(*OFTEN))
 
 
@@ -145,10 +147,10 @@ def test_what_lies_beside_the_checkpoints_is_not_taken_for_one(broken_off, unbro
 # ---- writing
 
 
-@pytest.mark.parametrize(("every", "kept"), [("1", [7, 8]), ("2", [6, 8]), ("3", [6, 8]), ("20", [0, 8]), ("0", [0, 8])])
-def test_the_newest_two_are_kept(every, kept, unbroken):
+@pytest.mark.parametrize(("every", "arrivals"), [("1", [7, 8]), ("2", [6, 8]), ("3", [6, 8]), ("20", [0, 8]), ("0", [0, 8])])
+def test_the_newest_two_are_kept(every, arrivals, unbroken):
     folder = unbroken("--checkpoint-every", every)
-    assert [path.name for path in checkpoints(folder)] == [f"arrival-{arrival:08d}" for arrival in kept]
+    assert [path.name for path in checkpoints(folder)] == [f"arrival-{arrival:08d}" for arrival in arrivals]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {path.name for path in checkpoints(folder)}
 
 

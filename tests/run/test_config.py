@@ -100,27 +100,27 @@ def test_a_config_comes_back_from_toml_as_it_was(values):
     config = made(**values)
     document = tomllib.loads(to_toml(config))
     assert document.pop("effective") is True
-    again = {name: value for section in document.values() for name, value in section.items()}
-    assert with_fields(RunConfig(), again) == config
-    assert resolve(with_fields(RunConfig(), again)) == config, "resolving twice is resolving once"
-    assert with_fields(RunConfig(), again).digest() == config.digest()
+    field_values = {name: value for section in document.values() for name, value in section.items()}
+    assert with_fields(RunConfig(), field_values) == config
+    assert resolve(with_fields(RunConfig(), field_values)) == config, "resolving twice is resolving once"
+    assert with_fields(RunConfig(), field_values).digest() == config.digest()
 
 
 def test_what_was_derived_from_an_overridden_field_is_derived_anew(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(to_toml(made(method="heloco", preset="paper", arrivals=300, inner_steps=80)))
     flags = {"method": "mla", "preset": "30m", "arrivals": 100}
-    again = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
-    assert again == made(method="mla", preset="30m", arrivals=100, inner_steps=80)
-    assert "c_ok" not in again.outer.knobs and again.model.width == 384 and again.inner.schedule_steps == 100 * 80 // 5
+    config = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
+    assert config == made(method="mla", preset="30m", arrivals=100, inner_steps=80)
+    assert "c_ok" not in config.outer.knobs and config.model.width == 384 and config.inner.schedule_steps == 100 * 80 // 5
 
 
 def test_a_users_own_file_keeps_all_it_says(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("[model]\nwidth = 64\n[inner]\nschedule_steps = 7\n")
     flags = {"preset": "30m", "arrivals": 100}
-    again = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
-    assert again.model.width == 64 and again.inner.schedule_steps == 7
+    config = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
+    assert config.model.width == 64 and config.inner.schedule_steps == 7
 
 
 @pytest.mark.parametrize("setting", [{"preset": "paper"}, {"data": "text"}, {"tokenizer": "gpt2"}, {"width": 64}])

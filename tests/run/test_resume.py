@@ -64,15 +64,15 @@ def kill(at: str, call: int = 1, when: str = "after", mess: str = "") -> Fault:
     return Fault(at, call, when, signal.SIGKILL, mess)
 
 
-def assert_killed(done: Done) -> None:
-    assert done.code == -signal.SIGKILL, (done.code, done.out, done.err)
+def assert_killed(result: Done) -> None:
+    assert result.code == -signal.SIGKILL, (result.code, result.out, result.err)
 
 
 def assert_resumes_to(expected: Path, folder: Path) -> None:
     """Every file the same as in the unbroken run, checkpoints and all, and nothing left lying about."""
-    done = heloco("resume", folder)
-    assert done.code == 0, done.err
-    if "is finished" in done.out:  # killed after its last checkpoint: there is nothing to do, not even to tidy up
+    result = heloco("resume", folder)
+    assert result.code == 0, result.err
+    if "is finished" in result.out:  # killed after its last checkpoint: there is nothing to do, not even to tidy up
         assert outcome(folder) == outcome(expected)
     else:
         assert digests(folder) == digests(expected)
@@ -104,20 +104,20 @@ def test_the_barrier_settings_are_killed_inside_a_barrier(unbroken):
 
 def test_killed_at_any_touch_of_its_folder_it_resumes_to_the_bit(tmp_path, nursery, unbroken):
     expected = unbroken(*OFTEN)
-    ended = 0
+    last_event = 0
     for event in itertools.count(1, step=4):
         folder = tmp_path / f"event-{event}"
-        done = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=KillAtEvent(str(folder), event))
-        if done.code == 0:
-            ended = event
+        result = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=KillAtEvent(str(folder), event))
+        if result.code == 0:
+            last_event = event
             break
-        assert_killed(done)
+        assert_killed(result)
         if (folder / "config.toml").exists():
             assert_resumes_to(expected, folder)
         else:  # nothing of a run yet: it is told so, and a new one is started
             refused = heloco("resume", folder)
             assert refused.code == 2 and "is no run folder" in refused.err
-    assert ended > 60, "the events were not seen"
+    assert last_event > 60, "the events were not seen"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_a_real_process_killed_from_outside_goes_on_as_if_nothing_had_happened(t
 @pytest.mark.parametrize("name", ["heloco", "sync-nesterov", "kept optimizer state", "images"])
 def test_a_signal_makes_a_checkpoint_and_the_run_resumes_to_the_bit(name, number, tmp_path, nursery, unbroken):
     settings, folder = (*OFTEN, *SETTINGS[name]), tmp_path / "run"  # no TEXT among these
-    done = nursery.run(
+    result = nursery.run(
         "train", *TINY, *settings, "--out", folder, fault=Fault("heloco.inner.sequential:SequentialInner.step", 9, signal=number)
     )
-    assert done.code == 128 + number
-    assert done.out.splitlines()[-1] == f"Stopped at arrival 4, checkpointed. `heloco resume {folder}` goes on."
+    assert result.code == 128 + number
+    assert result.out.splitlines()[-1] == f"Stopped at arrival 4, checkpointed. `heloco resume {folder}` goes on."
     assert checkpoints(folder)[-1].name == "arrival-00000004"
     assert len(tape(folder)) == 4
     resumed = heloco("resume", folder)
@@ -221,9 +221,9 @@ def test_a_signal_makes_a_checkpoint_and_the_run_resumes_to_the_bit(name, number
 )
 def test_a_signal_at_another_moment_is_heeded_too(fault, arrival, tmp_path, nursery, unbroken):
     folder = tmp_path / "run"
-    done = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
-    assert done.code == 128 + fault.signal
-    assert f"Stopped at arrival {arrival}, checkpointed." in done.out
+    result = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
+    assert result.code == 128 + fault.signal
+    assert f"Stopped at arrival {arrival}, checkpointed." in result.out
     assert checkpoints(folder)[-1].name == f"arrival-{arrival:08d}"
     assert heloco("resume", folder).code == 0
     assert outcome(folder) == outcome(unbroken(*OFTEN))
@@ -232,15 +232,15 @@ def test_a_signal_at_another_moment_is_heeded_too(fault, arrival, tmp_path, nurs
 def test_a_signal_at_the_very_end_changes_nothing(tmp_path, nursery, unbroken):
     folder = tmp_path / "run"
     fault = Fault("heloco.task.language:LanguageTask.evaluate", 5, signal=signal.SIGINT)
-    done = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
-    assert done.code == 0
+    result = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
+    assert result.code == 0
     assert digests(folder) == digests(unbroken(*OFTEN))
 
 
 def test_ctrl_c_while_the_run_is_being_prepared_leaves_no_folder(tmp_path, nursery):
     fault = Fault("heloco.engine.build:build_task", 1, "before", signal.SIGINT)
-    done = nursery.run("train", *TINY, "--out", tmp_path / "run", fault=fault)
-    assert (done.code, done.sentence) == (130, "interrupted.")
+    result = nursery.run("train", *TINY, "--out", tmp_path / "run", fault=fault)
+    assert (result.code, result.sentence) == (130, "interrupted.")
     assert not (tmp_path / "run").exists()
 
 
@@ -267,8 +267,8 @@ def killed(nursery, folder: Path, *settings: str | Path, arrival: int = 5) -> Pa
 def test_a_finished_run_says_so_and_stays_as_it_is(unbroken):
     folder = unbroken(*OFTEN)
     before = digests(folder)
-    done = heloco("resume", folder)
-    assert (done.code, done.out) == (0, f"{folder} is finished: all 8 arrivals are in.\n")
+    result = heloco("resume", folder)
+    assert (result.code, result.out) == (0, f"{folder} is finished: all 8 arrivals are in.\n")
     assert digests(folder) == before
 
 
@@ -333,10 +333,10 @@ def test_another_tokenizer_is_refused(tmp_path, nursery, text):
 
     def write(path: Path, *words: str) -> None:
         vocabulary = {word: i for i, word in enumerate(("[UNK]", "[EOS]", *words))}
-        made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-        made.pre_tokenizer = pre_tokenizers.Whitespace()
-        made.add_special_tokens(["[EOS]", "[UNK]"])
-        made.save(str(path))
+        word_tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        word_tokenizer.add_special_tokens(["[EOS]", "[UNK]"])
+        word_tokenizer.save(str(path))
 
     tokenizer = tmp_path / "tokenizer.json"
     write(tokenizer, "der", "die", "the", "of")

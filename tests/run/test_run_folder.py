@@ -45,12 +45,12 @@ OFTEN = ("--checkpoint-every", "3", "--eval-every", "2")
     ids=" ".join,
 )
 def test_the_same_config_gives_the_same_files_to_the_bit_and_another_seed_gives_others(settings, tmp_path, unbroken):
-    first, again, other = (
+    first, repeat, other = (
         unbroken(*settings),
         train(tmp_path / "again", *settings),
         train(tmp_path / "other", *settings, "--seed", "1"),
     )
-    assert digests(again) == digests(first)
+    assert digests(repeat) == digests(first)
     assert (other / "tape.jsonl").read_bytes() != (first / "tape.jsonl").read_bytes()
     assert (other / "evals.jsonl").read_bytes() != (first / "evals.jsonl").read_bytes()
     ours, theirs = (load_file(checkpoints(folder)[-1] / "tensors.safetensors") for folder in (first, other))
@@ -99,9 +99,9 @@ def test_without_out_runs_are_numbered_by_method(tmp_path):
     few = ("--arrivals", "1", "--eval-every", "0")
     numbered = ["heloco-ramp-001", "heloco-ramp-002", "mla-001", "heloco-ramp-003"]
     for settings, name in zip(((), (), ("--method", "mla"), ()), numbered, strict=True):
-        done = heloco("train", *TINY, *few, *settings, cwd=tmp_path)
-        assert done.code == 0
-        assert done.out.splitlines()[-1] == f"The run's folder: runs/{name}"
+        result = heloco("train", *TINY, *few, *settings, cwd=tmp_path)
+        assert result.code == 0
+        assert result.out.splitlines()[-1] == f"The run's folder: runs/{name}"
         assert (tmp_path / "runs" / name / "tape.jsonl").is_file()
     shutil.rmtree(tmp_path / "runs" / numbered[1])
     heloco("train", *TINY, *few, cwd=tmp_path)
@@ -120,8 +120,8 @@ def test_two_runs_started_at_once_get_two_folders(tmp_path, nursery):
 
 def test_the_folder_is_named_in_full_however_long_its_path_is(tmp_path):
     folder = tmp_path / ("long-" * 30) / "with [brackets] and spaces"
-    done = heloco("train", *TINY, "--arrivals", "1", "--out", folder)
-    assert done.out.splitlines()[-1] == f"The run's folder: {folder}"
+    result = heloco("train", *TINY, "--arrivals", "1", "--out", folder)
+    assert result.out.splitlines()[-1] == f"The run's folder: {folder}"
 
 
 def test_the_folder_holds_what_it_says(unbroken):
@@ -137,11 +137,11 @@ def test_the_folder_holds_what_it_says(unbroken):
 
 def test_the_tape_tells_the_whole_history(unbroken):
     """Paces 1, 1, 6, 6, 6 and two steps a round: by hand."""
-    found = [
+    history = [
         (line["time_s"], line["start_s"], line["worker"], line["round"], line["version"], line["staleness"], line["spans"])
         for line in tape(unbroken("--arrivals", "14"))
     ]
-    assert found == [
+    assert history == [
         (2, 0, 0, 0, 0, 0, [[0, 4]]), (2, 0, 1, 0, 0, 1, [[0, 4]]),
         (4, 2, 0, 1, 2, 0, [[4, 4]]), (4, 2, 1, 1, 2, 1, [[4, 4]]),
         (6, 4, 0, 2, 4, 0, [[8, 4]]), (6, 4, 1, 2, 4, 1, [[8, 4]]),
@@ -189,15 +189,15 @@ def test_the_effective_config_reproduces_a_run_of_flags_file_and_defaults(tmp_pa
     assert effective["model"]["vocab_size"] == 257
     elsewhere = tmp_path / "else" / "where"
     elsewhere.mkdir(parents=True)
-    again = heloco("train", "--config", tmp_path / "first" / "config.toml", "--out", "again", cwd=elsewhere)
-    assert again.code == 0, again.err
+    repeat = heloco("train", "--config", tmp_path / "first" / "config.toml", "--out", "again", cwd=elsewhere)
+    assert repeat.code == 0, repeat.err
     assert digests(elsewhere / "again") == digests(tmp_path / "first")
 
 
 def test_flags_override_the_effective_config_of_a_run(tmp_path, unbroken):
     config = unbroken() / "config.toml"
-    done = heloco("train", "--config", config, "--paces", "1,2,3", "--seed", "3", "--out", tmp_path / "run")
-    assert done.code == 0, done.err
+    result = heloco("train", "--config", config, "--paces", "1,2,3", "--seed", "3", "--out", tmp_path / "run")
+    assert result.code == 0, result.err
     effective = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
     assert effective["rounds"]["paces"] == [1, 2, 3] and effective["run"]["seed"] == 3
     assert effective["model"] == tomllib.loads(config.read_text())["model"]
@@ -208,8 +208,8 @@ def test_relative_paths_are_made_absolute(spelling, tmp_path, monkeypatch, text)
     shutil.copytree(text, tmp_path / "text")
     monkeypatch.setenv("HOME", str(tmp_path))
     data = spelling.format(home=tmp_path / "text")
-    done = heloco("train", *TINY, "--arrivals", "1", "--paces", "1,2", "--data", data, "--out", "run", cwd=tmp_path)
-    assert done.code == 0, done.err
+    result = heloco("train", *TINY, "--arrivals", "1", "--paces", "1,2", "--data", data, "--out", "run", cwd=tmp_path)
+    assert result.code == 0, result.err
     assert tomllib.loads((tmp_path / "run" / "config.toml").read_text())["input"]["data"] == str(tmp_path / "text")
 
 
@@ -239,14 +239,14 @@ FULL = {
 def test_a_full_disk_is_told_and_after_freeing_space_the_run_goes_on_to_the_bit(moment, small_disk, nursery, unbroken):
     folder, ballast = small_disk / "run", small_disk / "ballast"
     fault = Fault(**vars(FULL[moment]) | {"ballast": str(ballast)})
-    done = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
-    assert done.code == 2, (done.out, done.err)
-    assert done.sentence.startswith(f"The disk is full while writing {folder}/")
-    assert done.sentence.endswith(f": free some space, then `heloco resume {folder}` goes on from the last checkpoint.")
+    result = nursery.run("train", *TINY, *OFTEN, "--out", folder, fault=fault)
+    assert result.code == 2, (result.out, result.err)
+    assert result.sentence.startswith(f"The disk is full while writing {folder}/")
+    assert result.sentence.endswith(f": free some space, then `heloco resume {folder}` goes on from the last checkpoint.")
     fill_disk(ballast)  # to the brim: what was freed by the failure is gone too
     full = digests(folder)
-    again = heloco("resume", folder)
-    assert again.code == 2 and again.sentence.startswith("The disk is full while writing ")
+    retry = heloco("resume", folder)
+    assert retry.code == 2 and retry.sentence.startswith("The disk is full while writing ")
     assert full.items() >= {k: v for k, v in digests(folder).items() if k.startswith("checkpoints/")}.items()
     ballast.unlink()
     assert heloco("resume", folder).code == 0
@@ -257,9 +257,9 @@ def test_a_disk_that_is_full_from_the_start_is_told_and_the_same_command_works_l
     folder, ballast = small_disk / "run", small_disk / "ballast"
     for room in (0, 4096):  # nothing fits; run.json fits and config.toml does not
         fill_disk(ballast, room)
-        done = heloco("train", *TINY, "--out", folder)
-        assert done.code == 2
-        assert done.sentence == f"The disk is full while writing {folder}: free some space, then start the run again."
+        result = heloco("train", *TINY, "--out", folder)
+        assert result.code == 2
+        assert result.sentence == f"The disk is full while writing {folder}: free some space, then start the run again."
         assert not any(folder.iterdir())
         ballast.unlink()
     assert digests(train(folder)) == digests(unbroken())
@@ -270,9 +270,9 @@ def test_an_export_to_a_full_disk_leaves_the_old_file(small_disk, unbroken):
     assert heloco("export", unbroken(), "--out", out).code == 0
     before = digests(small_disk)
     fill_disk(small_disk / "ballast", room=50_000)
-    done = heloco("export", unbroken(), "--out", out)
-    assert done.code == 2
-    assert done.sentence == f"The disk is full while writing {out}: free some space, then export again."
+    result = heloco("export", unbroken(), "--out", out)
+    assert result.code == 2
+    assert result.sentence == f"The disk is full while writing {out}: free some space, then export again."
     (small_disk / "ballast").unlink()
     assert digests(small_disk) == before
 
@@ -326,8 +326,8 @@ def finish(local: LocalRun) -> None:
 def test_a_contribution_that_is_not_finite_is_refused_on_the_tape_and_its_worker_starts_again(tmp_path):
     finish(Diverging((0, 1)).start(tmp_path / "run"))
     lines = tape(tmp_path / "run")
-    told = [(x["time_s"], x["worker"], x["round"], x["verdict"], x["arrival"], x["outer_step"], x["spans"]) for x in lines]
-    assert told == [
+    history = [(x["time_s"], x["worker"], x["round"], x["verdict"], x["arrival"], x["outer_step"], x["spans"]) for x in lines]
+    assert history == [
         (2, 0, 0, "applied", 1, 1, [[0, 4]]),
         (4, 0, 1, "refused", 1, 1, [[4, 4]]),
         (4, 1, 0, "applied", 2, 2, [[0, 4]]),
@@ -349,17 +349,17 @@ def test_a_contribution_that_is_not_finite_is_refused_on_the_tape_and_its_worker
 @pytest.mark.parametrize("method", ["heloco", "sync-nesterov", "delayed-nesterov"])
 def test_a_refused_contribution_leaves_no_trace_in_parameters_momentum_or_barrier(method):
     local = Diverging((0, 1), (1, 1)).start(None, method=method)
-    seen: list[tuple[str, dict[str, torch.Tensor]]] = []
+    snapshots: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     class Look(Collector):
         def arrived(self, record: ArrivalRecord) -> None:
             tensors = local.synchronizer.tensors()
-            seen.append((record.verdict, {name: tensor.clone() for name, tensor in tensors.items()}))
+            snapshots.append((record.verdict, {name: tensor.clone() for name, tensor in tensors.items()}))
 
     local.observers.append(Look())
     local.run()
-    assert [verdict for verdict, _ in seen].count("refused") == 2
-    for (_, before), (verdict, after) in itertools.pairwise(seen):
+    assert [verdict for verdict, _ in snapshots].count("refused") == 2
+    for (_, before), (verdict, after) in itertools.pairwise(snapshots):
         same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
         assert same == (verdict == "refused")
 
@@ -377,11 +377,11 @@ def test_a_run_with_refusals_resumes_to_the_bit(tmp_path):
 
     class CrashAt:
         def __init__(self, line: int) -> None:
-            self.left = line
+            self.lines_to_go = line
 
         def arrived(self, _: object) -> None:
-            self.left -= 1
-            if not self.left:
+            self.lines_to_go -= 1
+            if not self.lines_to_go:
                 raise Crash
 
         def evaluated(self, _: object) -> None:
@@ -412,31 +412,31 @@ def test_several_refusals_in_a_row_stop_the_run_and_one_good_arrival_between_the
 
 def test_a_run_that_diverges_says_so_and_leaves_its_folder_whole(tmp_path):
     folder = tmp_path / "run"
-    done = heloco("train", *TINY, "--lr", "1e30", "--max-refusals", "4", "--out", folder)
-    assert done.code == 2
-    assert done.sentence == (
+    result = heloco("train", *TINY, "--lr", "1e30", "--max-refusals", "4", "--out", folder)
+    assert result.code == 2
+    assert result.sentence == (
         "4 contributions in a row were refused, the last (worker 1) because "
         "the pseudo-gradient has no finite norm. The training "
         f"diverges: lower --lr or --outer-lr, or clip with --clip. What was done until then is in {folder}."
     )
-    assert done.out.count("contribution was refused: the pseudo-gradient has no finite norm") == 4
+    assert result.out.count("contribution was refused: the pseudo-gradient has no finite norm") == 4
     assert [(line["verdict"], line["worker"], line["arrival"]) for line in tape(folder)] == [
         ("refused", 0, 0), ("refused", 1, 0), ("refused", 0, 0), ("refused", 1, 0),
     ]  # fmt: skip
     assert [path.name for path in checkpoints(folder)] == ["arrival-00000000"]
     evaluated = heloco("eval", folder, "--json")
     assert evaluated.code == 0 and json.loads(evaluated.out)["mean"] == evals(folder)[0]["mean"]
-    again = heloco("resume", folder)  # goes on, and meets the fifth
-    assert again.code == 2 and again.sentence.startswith("5 contributions in a row were refused")
+    retry = heloco("resume", folder)  # goes on, and meets the fifth
+    assert retry.code == 2 and retry.sentence.startswith("5 contributions in a row were refused")
     assert [line["verdict"] for line in tape(folder)] == ["refused"] * 5
 
 
 def test_losses_beyond_numbers_are_null_in_the_files(tmp_path):
     """A model whose parameters are finite and whose loss is not: the files stay JSON."""
-    done = heloco(
+    result = heloco(
         "train", *TINY, "--outer-lr", "1e18", "--lr", "0.1", "--arrivals", "2", "--out", tmp_path / "run", "--eval-every", "1"
     )
-    assert done.code in (0, 2)
+    assert result.code in (0, 2)
     for line in [*tape(tmp_path / "run"), *evals(tmp_path / "run")]:
         json.dumps(line, allow_nan=False)
     evaluated = heloco("eval", tmp_path / "run", "--json")

@@ -71,9 +71,9 @@ def study(path: Path | str, out: Path, *arguments: str) -> Done:
 def whole(tmp_path_factory) -> Path:
     """The results of a tiny study with two seeds that nothing disturbed. Only look at them."""
     folder = tmp_path_factory.mktemp("whole")
-    done = study(write_study(folder), folder / "results", "--seeds", "2")
-    assert done.code == 0, done.err
-    assert "18 runs, 0 of them there already, on cpu." in done.out
+    result = study(write_study(folder), folder / "results", "--seeds", "2")
+    assert result.code == 0, result.err
+    assert "18 runs, 0 of them there already, on cpu." in result.out
     return folder / "results"
 
 
@@ -120,9 +120,9 @@ def test_every_record_is_its_runs(whole):
 
 
 def test_the_summary_is_made_of_the_records(whole):
-    found = numbers(whole)
-    by = {(r["row"], r["method"], r["seed"]): r for r in found["records"]}
-    for row, summary in found["summary"]["rows"].items():
+    results = numbers(whole)
+    by = {(r["row"], r["method"], r["seed"]): r for r in results["records"]}
+    for row, summary in results["summary"]["rows"].items():
         for method in METHODS:
             losses = [by[row, method, seed]["loss"] for seed in (0, 1)]
             assert summary["loss"][method]["mean"] == pytest.approx(fmean(losses), abs=1e-5)
@@ -138,11 +138,11 @@ def test_the_summary_is_made_of_the_records(whole):
             order = sorted((variant, *METHODS[2:]), key=lambda m: summary["loss"][m]["mean"])
             assert summary["order"][variant]["ours"] == order
         assert summary["T at the paper's setting"] == summary["T in the paper"] == {"1,1,6,6,6": 9600, "1,1,1,1,1": 4800}[row]
-    assert found["summary"]["rows whose T agrees"] == 2
-    papers = found["summary"]["rows"]["1,1,1,1,1"]["order"]["heloco-ramp"]["paper"]
+    assert results["summary"]["rows whose T agrees"] == 2
+    papers = results["summary"]["rows"]["1,1,1,1,1"]["order"]["heloco-ramp"]["paper"]
     assert papers == ["heloco-ramp", "sync-nesterov", "mla", "async-nesterov"]
-    for method, mean in found["summary"]["mean over rows"]["loss"].items():
-        losses = [r["loss"] for r in found["records"] if r["method"] == method]
+    for method, mean in results["summary"]["mean over rows"]["loss"].items():
+        losses = [r["loss"] for r in results["records"] if r["method"] == method]
         assert mean["mean"] == pytest.approx(fmean(losses), abs=1e-5)
 
 
@@ -162,19 +162,19 @@ def test_the_tables_show_the_papers_numbers_beside_ours(whole):
 
 def test_a_second_call_runs_nothing_and_changes_nothing(whole, tmp_path):
     before = digests(whole)
-    done = study(write_study(tmp_path), whole, "--seeds", "2")
-    assert done.code == 0 and "18 runs, 18 of them there already" in done.out
+    result = study(write_study(tmp_path), whole, "--seeds", "2")
+    assert result.code == 0 and "18 runs, 18 of them there already" in result.out
     assert digests(whole) == before
 
 
 def test_parts_then_the_whole_are_the_whole(whole, tmp_path):
     path, out = write_study(tmp_path), tmp_path / "results"
-    done = study(path, out, "--seeds", "1", "--rows", "1,1,6,6,6", "--methods", "mla,sync-nesterov")
-    assert done.code == 0 and "2 runs, 0 of them" in done.out
+    result = study(path, out, "--seeds", "1", "--rows", "1,1,6,6,6", "--methods", "mla,sync-nesterov")
+    assert result.code == 0 and "2 runs, 0 of them" in result.out
     assert not (out / "tiny" / "table-1-fixed-tokens-heloco.csv").exists()
     assert study(path, out, "--seeds", "2", "--rows", "1,1,6,6,6;1,1,1,1,1", "--methods", "heloco", "--methods", "mla").code == 0
-    done = study(path, out, "--seeds", "2")
-    assert done.code == 0 and "18 runs, 9 of them there already" in done.out
+    result = study(path, out, "--seeds", "2")
+    assert result.code == 0 and "18 runs, 9 of them there already" in result.out
     assert runs(out) == runs(whole)
     # stacked with other runs a run is the same within float tolerance
     ours, theirs = numbers(out), numbers(whole)
@@ -199,12 +199,12 @@ def test_fewer_rows_leave_no_old_figures_or_tables(whole, tmp_path):
 
 def test_built_in_studies_share_their_runs(tmp_path):
     chosen = ("--seeds", "1", "--rows", "1,6,6,6,6", "--rows", "1,1,1,1,1", "--methods", "heloco-ramp")
-    done = study("table1", tmp_path / "results", *chosen)
-    assert done.code == 0, done.err
-    done = study("staleness", tmp_path / "results", *chosen)
-    assert done.code == 0 and "2 runs, 2 of them there already" in done.out
-    done = study("dropping", tmp_path / "results", "--seeds", "1", "--rows", "1,6,6,6,6", "--methods", "heloco-ramp")
-    assert done.code == 0 and "1 runs, 1 of them there already" in done.out
+    result = study("table1", tmp_path / "results", *chosen)
+    assert result.code == 0, result.err
+    result = study("staleness", tmp_path / "results", *chosen)
+    assert result.code == 0 and "2 runs, 2 of them there already" in result.out
+    result = study("dropping", tmp_path / "results", "--seeds", "1", "--rows", "1,6,6,6,6", "--methods", "heloco-ramp")
+    assert result.code == 0 and "1 runs, 1 of them there already" in result.out
     assert {p.name for p in (tmp_path / "results").iterdir()} == {"runs", "table1", "staleness", "dropping"}
 
 
@@ -212,16 +212,16 @@ def test_built_in_studies_share_their_runs(tmp_path):
 def test_a_signal_keeps_the_finished_runs_and_the_same_command_goes_on(number, whole, tmp_path, nursery):
     path, out = write_study(tmp_path), tmp_path / "results"
     command = ("study", path, "--scale", "small", "--out", out, "--seeds", "2")
-    done = nursery.run(*command, fault=Fault(STORE, 1, signal=number))
-    assert done.code == 128 + number, done.err
-    kept = runs(out)
-    assert 1 <= len(kept) < 18
-    sentence = f"Stopped: {len(kept)} of 18 runs are finished and kept in {out / 'runs'}. The same command goes on."
-    assert done.out.splitlines()[-1] == sentence
+    result = nursery.run(*command, fault=Fault(STORE, 1, signal=number))
+    assert result.code == 128 + number, result.err
+    run_names = runs(out)
+    assert 1 <= len(run_names) < 18
+    sentence = f"Stopped: {len(run_names)} of 18 runs are finished and kept in {out / 'runs'}. The same command goes on."
+    assert result.out.splitlines()[-1] == sentence
     assert not (out / "tiny").exists()
     before = digests(out / "runs")
-    done = nursery.run(*command)
-    assert done.code == 0 and f"18 runs, {len(kept)} of them there already" in done.out
+    result = nursery.run(*command)
+    assert result.code == 0 and f"18 runs, {len(run_names)} of them there already" in result.out
     assert runs(out) == runs(whole) and before.items() <= digests(out / "runs").items()
     assert len(numbers(out)["records"]) == 20
 
@@ -229,8 +229,8 @@ def test_a_signal_keeps_the_finished_runs_and_the_same_command_goes_on(number, w
 def test_killed_it_leaves_whole_runs_and_goes_on(whole, tmp_path, nursery):
     path, out = write_study(tmp_path), tmp_path / "results"
     command = ("study", path, "--scale", "small", "--out", out, "--seeds", "2")
-    done = nursery.run(*command, fault=Fault("heloco.disk:os.fsync", 5, signal=signal.SIGKILL))
-    assert done.code == -signal.SIGKILL
+    result = nursery.run(*command, fault=Fault("heloco.disk:os.fsync", 5, signal=signal.SIGKILL))
+    assert result.code == -signal.SIGKILL
     assert len([name for name in runs(out) if not name.startswith(".")]) == 2
     assert study(path, out, "--seeds", "2").code == 0
     assert [name for name in runs(out) if not name.startswith(".")] == runs(whole)
@@ -258,9 +258,9 @@ title = "Losses"
 baseline = "mla"
 """
     )
-    done = study(write_study(tmp_path, text, "wild"), tmp_path / "results", "--seeds", "1", "--rows", "1,1,1,1,1")
-    assert done.code == 0, done.err
-    assert "wild  diverged: " in done.out
+    result = study(write_study(tmp_path, text, "wild"), tmp_path / "results", "--seeds", "1", "--rows", "1,1,1,1,1")
+    assert result.code == 0, result.err
+    assert "wild  diverged: " in result.out
     records = {record["method"]: record for record in numbers(tmp_path / "results", "wild")["records"]}
     assert (records["wild"]["verdict"], records["wild"]["loss"]) == ("diverged", None)
     assert records["mla"]["verdict"] == "finished"
@@ -268,16 +268,16 @@ baseline = "mla"
         ln for ln in (tmp_path / "results" / "wild" / "tables.md").read_text().splitlines() if ln.startswith("| 1,1,1,1,1 |")
     ]
     assert line.endswith("| diverged |")
-    again = study(tmp_path / "wild.toml", tmp_path / "results", "--seeds", "1", "--rows", "1,1,1,1,1")
-    assert again.code == 0 and "2 runs, 2 of them there already" in again.out
+    repeat = study(tmp_path / "wild.toml", tmp_path / "results", "--seeds", "1", "--rows", "1,1,1,1,1")
+    assert repeat.code == 0 and "2 runs, 2 of them there already" in repeat.out
 
 
 def test_without_matplotlib_there_are_tables_and_a_sentence(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = study(write_study(tmp_path), tmp_path / "results", "--seeds", "1", "--methods", "mla")
-    assert done.code == 0 and 'pip install "heloco[figures]"' in done.out
+    result = study(write_study(tmp_path), tmp_path / "results", "--seeds", "1", "--methods", "mla")
+    assert result.code == 0 and 'pip install "heloco[figures]"' in result.out
     names = {path.name for path in (tmp_path / "results" / "tiny").iterdir()}
     assert {"tables.md", "tiny.json", "index.html"} <= names and not any(name.endswith((".svg", ".png")) for name in names)
 
@@ -288,11 +288,11 @@ def test_a_task_of_ones_own(tmp_path, one_thread):  # noqa: ARG001
     def build_task(config):
         draw = torch.Generator().manual_seed(config.run.seed)
         rule = torch.randn(5, 4, generator=draw)
-        made = []
+        datasets = []
         for i in range(5):
             x = torch.randn(64, 4, generator=draw)
-            made.append(torch.utils.data.TensorDataset(x, x @ rule[i]))
-        parts = {f"part {i}": data for i, data in enumerate(made)}
+            datasets.append(torch.utils.data.TensorDataset(x, x @ rule[i]))
+        parts = {f"part {i}": data for i, data in enumerate(datasets)}
         model = torch.nn.Linear(4, 1)
         torch.nn.init.zeros_(model.weight)
 
@@ -315,9 +315,9 @@ def test_a_task_of_ones_own(tmp_path, one_thread):  # noqa: ARG001
 
 
 def test_the_list_names_every_study_with_its_runs():
-    done = heloco("study", "--list")
-    assert done.code == 0
-    rows = {cells[1].strip(): [c.strip() for c in cells] for ln in done.out.splitlines() if len(cells := ln.split("│")) > 6}
+    result = heloco("study", "--list")
+    assert result.code == 0
+    rows = {cells[1].strip(): [c.strip() for c in cells] for ln in result.out.splitlines() if len(cells := ln.split("│")) > 6}
     assert rows["table1"][3:7] == ["13 × 5", "53", "53", "1,272,000"]
     assert rows["staleness"][3:7] == ["13 × 2", "26", "0", "0"]
     assert len(rows) == 8

@@ -113,9 +113,9 @@ def test_languages_picks_and_orders_the_sources(tmp_path, tiny):
 def test_without_a_gpu_the_papers_scale_says_what_it_would_cost(tmp_path, tiny):
     command = ("table1", "--data", "builtin", "--tokenizer", "bytes", "--rows", "1,6,6,6,6")
     before = set(tmp_path.iterdir())
-    told = heloco("study", *command, cwd=tmp_path)
-    assert told.code == 2 and set(tmp_path.iterdir()) == before
-    sentence = told.sentence
+    refusal = heloco("study", *command, cwd=tmp_path)
+    assert refusal.code == 2 and set(tmp_path.iterdir()) == before
+    sentence = refusal.sentence
     assert sentence.startswith("There is no GPU here, and on this CPU the 15 missing runs of table1 would take about ")
     assert sentence.endswith(
         "hours: `heloco study table1 --scale small` takes minutes, and --device cpu goes ahead all the same."
@@ -124,8 +124,8 @@ def test_without_a_gpu_the_papers_scale_says_what_it_would_cost(tmp_path, tiny):
     assert 0.1 < hours < 1000  # 15 runs of 24,000 steps, a few milliseconds to seconds each
     ahead = heloco("study", tiny, "--data", "builtin", "--device", "cpu", "--seeds", "1", "--out", tmp_path / "results")
     assert ahead.code == 0 and "on cpu" in ahead.out
-    again = heloco("study", tiny, "--data", "builtin", "--seeds", "1", "--out", tmp_path / "results")
-    assert again.code == 0 and "2 of them there already" in again.out  # nothing is missing, so nothing needs a GPU
+    repeat = heloco("study", tiny, "--data", "builtin", "--seeds", "1", "--out", tmp_path / "results")
+    assert repeat.code == 0 and "2 of them there already" in repeat.out  # nothing is missing, so nothing needs a GPU
 
 
 # ---- folders
@@ -151,8 +151,8 @@ def test_a_folder_that_belongs_to_something_else_is_refused(tmp_path, tiny):
 def test_where_no_folder_is_named_each_scale_has_its_own(tmp_path, tiny):
     assert heloco("study", tiny, *SMALL, cwd=tmp_path).code == 0
     assert heloco("study", tiny, "--seeds", "1", "--data", "builtin", "--device", "cpu", cwd=tmp_path).code == 0
-    found = {out: json.loads((tmp_path / out / "tiny" / "study.json").read_text()) for out in ("results", "results-small")}
-    assert [found[out]["scale"] for out in found] == ["paper", "small"]
+    descriptions = {out: json.loads((tmp_path / out / "tiny" / "study.json").read_text()) for out in ("results", "results-small")}
+    assert [descriptions[out]["scale"] for out in descriptions] == ["paper", "small"]
 
 
 def test_results_of_another_scale_or_other_data_are_not_overwritten(tmp_path, tiny):
@@ -174,17 +174,17 @@ def test_a_damaged_or_foreign_run_is_named(tmp_path, tiny):
     done(tiny, out)
     first, second = sorted((out / "runs").iterdir())
     content = first.read_text()
-    kept = json.loads(content)
-    short = {**kept, "evals": {**kept["evals"], "loss": kept["evals"]["loss"][:-1]}}
-    words = {**kept, "evals": {**kept["evals"], "loss": ["low"] * len(kept["evals"]["loss"])}}
-    broken = [content[: len(content) // 2], "", "3", "[]", "{}", json.dumps({**kept, "format": 99}), second.read_text()]
-    broken += [json.dumps(short), json.dumps(words), json.dumps({**kept, "more": 1}), json.dumps({**kept, "verdict": "fine"})]
+    record = json.loads(content)
+    short = {**record, "evals": {**record["evals"], "loss": record["evals"]["loss"][:-1]}}
+    words = {**record, "evals": {**record["evals"], "loss": ["low"] * len(record["evals"]["loss"])}}
+    broken = [content[: len(content) // 2], "", "3", "[]", "{}", json.dumps({**record, "format": 99}), second.read_text()]
+    broken += [json.dumps(short), json.dumps(words), json.dumps({**record, "more": 1}), json.dumps({**record, "verdict": "fine"})]
     for damaged in broken:
         first.write_text(damaged)
         refused(tmp_path, tiny, *SMALL, "--out", out, says=f"{first} is not the finished run that its name says (")
     first.unlink()
     done(tiny, out)  # the remedy
-    assert json.loads(first.read_text())["evals"]["arrival"] == kept["evals"]["arrival"]
+    assert json.loads(first.read_text())["evals"]["arrival"] == record["evals"]["arrival"]
 
 
 # ---- studies of one's own

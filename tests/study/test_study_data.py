@@ -80,10 +80,10 @@ def test_the_papers_scale_is_the_papers_setting():
 
 def test_evaluations_are_under_a_twentieth_of_what_a_study_adds():
     """On a GPU one evaluation of 100 windows per language takes about as long as 60 inner steps of a stack."""
-    known: set[str] = set()
+    earlier_keys: set[str] = set()
     for name in names():
-        added = {key: config for key, config in runs_of(name, "paper").items() if key not in known}
-        known |= added.keys()
+        added = {key: config for key, config in runs_of(name, "paper").items() if key not in earlier_keys}
+        earlier_keys |= added.keys()
         evaluations = sum(
             (1 + config.run.arrivals / config.run.eval_every) * config.model.eval_windows for config in added.values()
         )
@@ -141,10 +141,12 @@ def test_section_4_1s_shares_and_staleness_come_out():
     steps = inner_steps("constant", 20, config.rounds.paces)
     _, shares = summarize(schedule(paces_s=config.rounds.paces, inner_steps=steps, arrivals=500), steps)
     assert config.run.arrivals == 500 and config.rounds.inner_steps == 20
-    found = {language: (share.arrivals, round(share.mean_staleness, 2)) for language, share in zip(order, shares, strict=True)}
-    assert found["en"] == (291, 0.72)
-    assert (found["de"], found["it"]) == ((32, 14.38), (28, 16.50))
-    assert found["fr"][1] == 5.12
+    by_language = {
+        language: (share.arrivals, round(share.mean_staleness, 2)) for language, share in zip(order, shares, strict=True)
+    }
+    assert by_language["en"] == (291, 0.72)
+    assert (by_language["de"], by_language["it"]) == ((32, 14.38), (28, 16.50))
+    assert by_language["fr"][1] == 5.12
     assert inner_steps("dylu", 20, config.rounds.paces) == [2, 20, 5, 6, 2]
 
 
@@ -223,8 +225,8 @@ def test_behind_a_barrier_a_methods_own_eval_every_holds_and_a_studys_does_not()
         (convergence, "paper", 25),
         (convergence, "small", 5),
     ):
-        found = grid(study, scale=scale, seeds=1, methods=["sync-nesterov"])
-        assert {place.config.run.eval_every for place in found} == {every}
+        places = grid(study, scale=scale, seeds=1, methods=["sync-nesterov"])
+        assert {place.config.run.eval_every for place in places} == {every}
 
 
 def test_what_paces_decide_behind_a_barrier_is_not_folded():
@@ -258,9 +260,9 @@ def test_the_runs_in_the_results_are_those_of_the_studies():
     planned = {
         own(deciding_settings(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)
     }
-    kept = [json.loads(path.read_text()) for path in (REPOSITORY / "results" / "runs").glob("*.json")]
-    assert len(kept) > 100
-    assert {own(record["settings"]) for record in kept} <= planned
+    records = [json.loads(path.read_text()) for path in (REPOSITORY / "results" / "runs").glob("*.json")]
+    assert len(records) > 100
+    assert {own(record["settings"]) for record in records} <= planned
 
 
 def test_a_study_may_have_a_norm_guard():
@@ -278,12 +280,12 @@ def test_a_study_may_have_a_norm_guard():
 
 def test_a_runs_digest_knows_what_decides_it_and_nothing_else():
     config = resolve(RunConfig())
-    known = digest(config, "text")
+    reference = digest(config, "text")
     for name, value in (("device", "cuda"), ("checkpoint_every", 7), ("data", "/elsewhere"), ("tokenizer", "/a/tokenizer.json")):
-        assert digest(with_fields(config, {name: value}), "text") == known
+        assert digest(with_fields(config, {name: value}), "text") == reference
     for name, value in (("seed", 1), ("lr", 0.1), ("paces", [1.0]), ("kappa", 4.0), ("eval_windows", 7), ("width", 64)):
-        assert digest(with_fields(config, {name: value}), "text") != known
-    assert digest(config, "other text") != known
+        assert digest(with_fields(config, {name: value}), "text") != reference
+    assert digest(config, "other text") != reference
 
 
 def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):

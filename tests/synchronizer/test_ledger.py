@@ -44,17 +44,17 @@ class Books(RuleBasedStateMachine):
         self.steps[shard] += steps
         return shard, spans, steps
 
-    @rule(taken=consumes(under_way))
-    def give_back(self, taken: tuple[int, tuple[Span, ...], int]) -> None:
-        shard, spans, steps = taken
+    @rule(portion=consumes(under_way))
+    def give_back(self, portion: tuple[int, tuple[Span, ...], int]) -> None:
+        shard, spans, steps = portion
         self.ledger.give_back(shard, spans, steps)
         self.out[shard] -= set(positions(spans))
         self.waiting[shard] |= set(positions(spans))
         self.visits[shard] -= 1
         self.steps[shard] -= steps
 
-    @rule(taken=consumes(under_way))
-    def keep(self, taken: tuple[int, tuple[Span, ...], int]) -> None:
+    @rule(portion=consumes(under_way))
+    def keep(self, portion: tuple[int, tuple[Span, ...], int]) -> None:
         """The round was accepted: nothing is to be done, and nothing can give its positions back any more."""
 
     @rule()
@@ -68,8 +68,8 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost_or_doubled(self) -> None:
         for shard, page in enumerate(self.ledger.pages):
-            seen = self.out[shard] | self.waiting[shard]
-            assert seen == set(range(page.cursor))
+            all_positions = self.out[shard] | self.waiting[shard]
+            assert all_positions == set(range(page.cursor))
             assert page.taken == len(self.out[shard])
             assert (page.visits, page.steps) == (self.visits[shard], self.steps[shard])
 

@@ -61,10 +61,10 @@ def test_an_outlier_counts_as_much_as_the_limit_allows(method):
 def clipped_scales(synchronizer: Synchronizer, deltas: list[Tensor], method: str) -> list[float]:
     """What the guard says to an outlier behind the same history."""
     twin, _ = after(method, CLIP, [])
-    held = twin.dispatch(0) if 0 not in twin.held else twin.held[0]
+    current_round = twin.dispatch(0) if 0 not in twin.held else twin.held[0]
     squares = [float((delta * delta).sum()) for delta in deltas]
     judgement = twin.guard.judge(
-        twin.norms, 0, squares, inner_steps=held.inner_steps, participants=WORKERS, model_norm=lambda: math.nan
+        twin.norms, 0, squares, inner_steps=current_round.inner_steps, participants=WORKERS, model_norm=lambda: math.nan
     )
     assert synchronizer.guard == twin.guard
     return list(judgement.scales)
@@ -76,9 +76,11 @@ def test_the_buffers_of_an_outlier_are_not_taken(method):
 
     def hand_in(worker: int, times: float, buffer: float) -> Arrival:
         synchronizer.dispatch(worker)
-        held = synchronizer.held[worker]
+        current_round = synchronizer.held[worker]
         buffers = [torch.full((2,), buffer, dtype=torch.float64)]
-        return synchronizer.receive(Contribution(worker, held.index, held.version, drawn(worker, times), buffers))
+        return synchronizer.receive(
+            Contribution(worker, current_round.index, current_round.version, drawn(worker, times), buffers)
+        )
 
     for number in range(12):
         hand_in(number % WORKERS, 1.0, 3.0)

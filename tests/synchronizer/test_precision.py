@@ -182,14 +182,14 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
         link.send_model(tickets[0], layout, model, ["weight", "bias"])
     for number in arrivals:
         ticket = tickets[number % 2]
-        taken = link.next_round(ticket, 0.0)
-        start = link.fetch(ticket, taken.key, service.state.starts.layout, taken.start_digest)
+        answer = link.next_round(ticket, 0.0)
+        start = link.fetch(ticket, answer.key, service.state.starts.layout, answer.start_digest)
         assert {t.dtype for t in start.values()} == {dtype}
         draw.manual_seed(number)
         delta = {
             f"pseudo_gradient.{i}": (2e-3 * torch.rand(p.shape, generator=draw)).to(dtype) for i, p in enumerate(model.values())
         }
-        link.hand_in(ticket, taken.key, service.state.run.contribution_layout, delta, report())
+        link.hand_in(ticket, answer.key, service.state.run.contribution_layout, delta, report())
         service.housekeeping.save_if_due(wait=True)
     return service
 
@@ -204,8 +204,8 @@ def test_a_real_run_in_half_precision_moves_and_is_replayed_and_taken_up_to_the_
     whole.close()
     assert 1 - float(thetas[1].mean()) > 0.005
     assert torch.equal(load_file(final)["parameter.1"], thetas[1].to(dtype))
-    found = replay(RunFolder.open(tmp_path / "whole"), None)
-    assert (found.lines, found.difference) == (20, "")
+    replay_result = replay(RunFolder.open(tmp_path / "whole"), None)
+    assert (replay_result.lines, replay_result.difference) == (20, "")
 
     real_run(tmp_path / "broken", dtype, range(9), method=method).close()
     taken_up = real_run(tmp_path / "broken", dtype, range(9, 20), method=method)

@@ -260,9 +260,9 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
             if worker not in synchronizer.held:
                 synchronizer.dispatch(worker)
         for worker in range(WORKERS):
-            held = synchronizer.held[worker]
+            current_round = synchronizer.held[worker]
             buffers = [b + 1 for b in BUFFERS]
-            synchronizer.receive(Contribution(worker, held.index, held.version, random_deltas(draw), buffers))
+            synchronizer.receive(Contribution(worker, current_round.index, current_round.version, random_deltas(draw), buffers))
     rounds = {worker: synchronizer.dispatch(worker) for worker in range(WORKERS)}
     if METHODS[method].barrier:
         synchronizer.receive(answer(rounds[0], random_deltas(draw)))
@@ -280,11 +280,11 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
     assert {name: getattr(after.books, name) for name in untouched} == {name: getattr(before.books, name) for name in untouched}
     assert after.books.refused_in_a_row == 1
 
-    again = synchronizer.dispatch(1)  # the worker is free, and gets the same data again
-    assert (again.index, again.version, again.spans) == (bad.index + 1, bad.version, bad.spans)
-    assert again.shard_steps == bad.shard_steps
-    assert same(again.parameters, bad.parameters)
-    good = synchronizer.receive(answer(again, random_deltas(draw)))
+    retry = synchronizer.dispatch(1)  # the worker is free, and gets the same data again
+    assert (retry.index, retry.version, retry.spans) == (bad.index + 1, bad.version, bad.spans)
+    assert retry.shard_steps == bad.shard_steps
+    assert same(retry.parameters, bad.parameters)
+    good = synchronizer.receive(answer(retry, random_deltas(draw)))
     assert good.verdict == ("gathered" if METHODS[method].barrier else "applied")
     assert synchronizer.refused_in_a_row == 0
 
@@ -343,8 +343,8 @@ def test_an_abandoned_rounds_data_goes_to_the_workers_next_round():
     synchronizer = build()
     lost = synchronizer.dispatch(1)
     synchronizer.abandon(1)
-    again = synchronizer.dispatch(1)
-    assert (again.index, again.spans, again.shard_steps) == (1, lost.spans, 0)
+    retry = synchronizer.dispatch(1)
+    assert (retry.index, retry.spans, retry.shard_steps) == (1, lost.spans, 0)
     assert synchronizer.dispatch(0).spans == ((0, 10),)  # another shard: not touched
 
 
@@ -488,12 +488,12 @@ def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> l
                 synchronizer.dispatch(worker)
         ready = sorted(synchronizer.held)
         worker = ready[(n * n) % len(ready)]
-        held = synchronizer.held[worker]
+        current_round = synchronizer.held[worker]
         deltas = random_deltas(draw)
         if n % 11 == 10:
             deltas[0][0] = torch.nan
         buffers = [torch.randn(2, generator=draw, dtype=F64), torch.tensor(n)]
-        arrival = synchronizer.receive(Contribution(worker, held.index, held.version, deltas, buffers))
+        arrival = synchronizer.receive(Contribution(worker, current_round.index, current_round.version, deltas, buffers))
         history.append(
             (arrival.verdict, worker, arrival.round, arrival.version, arrival.staleness, arrival.weight, arrival.spans)
         )
@@ -545,14 +545,14 @@ def test_the_cuts_above_lie_within_a_barrier_and_within_a_delay():
 
 def held_bytes(thing: object) -> int:
     """The tensor memory that can be reached from an object, each storage once."""
-    seen: set[int] = set()
+    ids: set[int] = set()
     storages: dict[int, int] = {}
     queue = [thing]
     while queue:
         item = queue.pop()
-        if id(item) in seen or isinstance(item, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType):
+        if id(item) in ids or isinstance(item, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType):
             continue
-        seen.add(id(item))
+        ids.add(id(item))
         if isinstance(item, Tensor):
             storages[item.untyped_storage().data_ptr()] = item.untyped_storage().nbytes()
         queue.extend(gc.get_referents(item))
@@ -651,14 +651,14 @@ def test_an_unknown_method_or_knob_is_answered_with_a_sentence(attempt: Callable
 def trajectory(method: str, **knobs: Any) -> list[Tensor]:
     """All starts and parameters over ten arrivals of unequal workers."""
     draw = torch.Generator().manual_seed(4)
-    synchronizer, seen = build(method, **knobs), []
+    synchronizer, tensors = build(method, **knobs), []
     for worker in range(WORKERS):
         synchronizer.dispatch(worker)
     for worker in (0, 0, 1, 0, 2, 1, 0, 0, 1, 2):
-        held = synchronizer.held[worker]
-        synchronizer.receive(Contribution(worker, held.index, held.version, random_deltas(draw)))
-        seen += [p.clone() for p in (*synchronizer.dispatch(worker).parameters, *synchronizer.parameters)]
-    return seen
+        current_round = synchronizer.held[worker]
+        synchronizer.receive(Contribution(worker, current_round.index, current_round.version, random_deltas(draw)))
+        tensors += [p.clone() for p in (*synchronizer.dispatch(worker).parameters, *synchronizer.parameters)]
+    return tensors
 
 
 def test_heloco_is_mla_with_look_ahead_and_correction():

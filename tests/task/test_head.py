@@ -43,8 +43,8 @@ def test_losses_and_gradients(fused: None, stack: int, tokens: int, width: int, 
     assert head.fusable(x, words)
     weight = torch.rand(targets.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE) / tokens
     losses = head.cross_entropy(x, words, targets)
-    found = (losses, *torch.autograd.grad((losses * weight).sum(), (x, words)))
-    for ours, theirs in zip(found, exact(x, words, targets, weight), strict=True):
+    results = (losses, *torch.autograd.grad((losses * weight).sum(), (x, words)))
+    for ours, theirs in zip(results, exact(x, words, targets, weight), strict=True):
         assert ours.dtype is torch.float32 and off_by(ours, theirs) < 1e-3
 
 
@@ -54,8 +54,8 @@ def test_gradients_of_any_size(fused: None, size: float) -> None:  # noqa: ARG00
     x.requires_grad_()
     words.requires_grad_()
     weight = torch.full(targets.shape, size, device=DEVICE)
-    found = torch.autograd.grad((head.cross_entropy(x, words, targets) * weight).sum(), (x, words))
-    for ours, theirs in zip(found, exact(x, words, targets, weight)[1:], strict=True):
+    gradients = torch.autograd.grad((head.cross_entropy(x, words, targets) * weight).sum(), (x, words))
+    for ours, theirs in zip(gradients, exact(x, words, targets, weight)[1:], strict=True):
         assert off_by(ours, theirs) < 1e-3
 
 
@@ -89,8 +89,8 @@ def test_the_same_to_the_bit_each_time(fused: None) -> None:  # noqa: ARG001
     x, words, targets = inputs(2, 100, 64, 300)
     x.requires_grad_()
     words.requires_grad_()
-    found = [torch.autograd.grad(head.cross_entropy(x, words, targets).sum(), (x, words)) for _ in range(2)]
-    assert all(map(torch.equal, *found))
+    gradients = [torch.autograd.grad(head.cross_entropy(x, words, targets).sum(), (x, words)) for _ in range(2)]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_where_products_must_not_be_rounded_torch_serves() -> None:

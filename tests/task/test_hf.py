@@ -79,23 +79,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`trained(name, *settings)`: the folder of a short run. Made once: only look at it."""
-    made: dict[tuple[str, ...], Path] = {}
+    folders: dict[tuple[str, ...], Path] = {}
 
     def get(name: str, *settings: str) -> Path:
         key = (name, *settings)
-        if key not in made:
+        if key not in folders:
             out = tmp_path_factory.mktemp("trained") / "run"
-            done = heloco("train", "--hf", models[name], *BYTES, *SHORT, *settings, "--out", out)
-            assert done.code == 0 and not said(done), done.err
-            made[key] = out
-        return made[key]
+            result = heloco("train", "--hf", models[name], *BYTES, *SHORT, *settings, "--out", out)
+            assert result.code == 0 and not said(result), result.err
+            folders[key] = out
+        return folders[key]
 
     return get
 
 
-def said(done: Done) -> list[str]:
+def said(result: Done) -> list[str]:
     """What is on stderr beside the bars of the tokenising: of transformers' warnings and bars, nothing."""
-    return [line for line in done.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
+    return [line for line in result.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
 
 
 def model_of(run: Path) -> Any:
@@ -108,7 +108,7 @@ def model_of(run: Path) -> Any:
 def same_logits(ours: Any, theirs: Any, vocab_size: int, length: int = 16) -> None:
     tokens = torch.randint(vocab_size, (3, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        a, b = (getattr(found, "logits", found) for found in (ours(tokens), theirs(tokens)))
+        a, b = (getattr(output, "logits", output) for output in (ours(tokens), theirs(tokens)))
     torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -125,8 +125,8 @@ def reloaded(folder: Path) -> Any:
 @pytest.mark.parametrize("name", ["gpt2", "llama", "scratch"])
 def test_a_hugging_face_model_learns(name, models, tmp_path):
     settings = ("--arrivals", "20", "--inner-steps", "5", "--batch-size", "8", "--lr", "0.01", "--paces", "1,1,2,2,2")
-    done = heloco("train", "--hf", models[name], *BYTES, *COMMON, *settings, "--out", tmp_path / "run")
-    assert done.code == 0 and not said(done), done.err
+    result = heloco("train", "--hf", models[name], *BYTES, *COMMON, *settings, "--out", tmp_path / "run")
+    assert result.code == 0 and not said(result), result.err
     losses = [line["mean"]["loss"] for line in evals(tmp_path / "run")]
     assert 5.3 < losses[0] < 6.0, "it starts near the uniform guess"
     assert losses[-1] < losses[0] - 0.5
@@ -155,23 +155,23 @@ def test_training_begins_with_the_models_weights_in_float32(models, tmp_path):
 
 
 def test_from_scratch_the_seed_decides_and_nothing_else(models):
-    found = open_hf(str(models["scratch"]))
+    hf_model = open_hf(str(models["scratch"]))
     before = torch.get_rng_state()
-    first = found.build(5)
+    first = hf_model.build(5)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
-    again, other = found.build(5).state_dict(), found.build(6).state_dict()
-    assert all(torch.equal(t, again[name]) for name, t in first.state_dict().items())
+    repeat, other = hf_model.build(5).state_dict(), hf_model.build(6).state_dict()
+    assert all(torch.equal(t, repeat[name]) for name, t in first.state_dict().items())
     assert not torch.equal(first.transformer.wte.weight, other["transformer.wte.weight"])
     assert first.lm_head.weight is first.transformer.wte.weight
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_same_seed_gives_the_same_tape(name, models, trained, tmp_path):
-    again = tmp_path / "again"
-    assert heloco("train", "--hf", models[name], *BYTES, *SHORT, "--out", again).code == 0
-    assert outcome(again) == outcome(trained(name))
-    assert tape(trained(name, "--seed", "1")) != tape(again)
+    repeat = tmp_path / "again"
+    assert heloco("train", "--hf", models[name], *BYTES, *SHORT, "--out", repeat).code == 0
+    assert outcome(repeat) == outcome(trained(name))
+    assert tape(trained(name, "--seed", "1")) != tape(repeat)
 
 
 def test_dropout_is_on_in_training_and_off_in_evaluations(models, trained, tmp_path):
@@ -182,8 +182,8 @@ def test_dropout_is_on_in_training_and_off_in_evaluations(models, trained, tmp_p
     wet = trained("gpt2")
     assert evals(tmp_path / "run")[0] == evals(wet)[0]
     assert tape(tmp_path / "run")[0]["loss"] != tape(wet)[0]["loss"]
-    again = json.loads(heloco("eval", wet, "--json").out)
-    assert again["scores"] == evals(wet)[-1]["scores"]
+    evaluation = json.loads(heloco("eval", wet, "--json").out)
+    assert evaluation["scores"] == evals(wet)[-1]["scores"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -193,16 +193,16 @@ def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(name, models, tra
     fault = Fault("heloco.run.folder:RunFolder.write_arrival", 5, signal=signal.SIGKILL)
     killed = nursery.run("train", "--hf", models[name], *BYTES, *SHORT, *settings, "--out", run, fault=fault)
     assert killed.code == -signal.SIGKILL, killed.err
-    done = heloco("resume", run)
-    assert done.code == 0 and "Resuming" in done.out, done.err
+    result = heloco("resume", run)
+    assert result.code == 0 and "Resuming" in result.out, result.err
     assert outcome(run) == outcome(trained(name, *settings))
 
 
 def test_settings_that_matter_are_written_down(models, trained, tmp_path):
     config = RunFolder.open(trained("gpt2")).config()
     assert (config.model.hf, config.model.context, config.input.tokenizer) == (str(models["gpt2"]), 16, "bytes")
-    done = heloco("train", "--hf", "gpt2", *BYTES, *SHORT, "--out", tmp_path / "run", cwd=models["gpt2"].parent)
-    assert done.code == 0, "a relative folder that is called like a model on the hub"
+    result = heloco("train", "--hf", "gpt2", *BYTES, *SHORT, "--out", tmp_path / "run", cwd=models["gpt2"].parent)
+    assert result.code == 0, "a relative folder that is called like a model on the hub"
     assert RunFolder.open(tmp_path / "run").config() == config
 
 
@@ -218,10 +218,10 @@ def write_words(path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["[UNK]", "der", "die", "das", "und", "ist", "nicht", "the", "of", "and", "to", "in", "</s>"]
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["</s>"])
-    made.save(str(path))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path))
 
 
 def test_the_models_own_tokenizer_is_used_unless_another_is_named(models, text, tmp_path):
@@ -256,16 +256,16 @@ def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
     host = RunHost.open(spec_of(config, tmp_path / "run"))
     try:
         described = host.service.describe()
-        here = model.rename(tmp_path / "here")
+        new_folder = model.rename(tmp_path / "here")
         with pytest.raises(UserError, match="head"):
             task_of(described, device="cpu")
-        task, config = task_of(described, hf=str(here), device="cpu")
-        assert config.input.tokenizer == str(here / "tokenizer.json")
+        task, config = task_of(described, hf=str(new_folder), device="cpu")
+        assert config.input.tokenizer == str(new_folder / "tokenizer.json")
         worker = Worker(task, config, tell=lambda _: None)
         assert "all arrivals are in" in worker.run(LocalLink(host.service), "here", described.run)
-        gpt2_config(n_inner=64, vocab_size=400).save_pretrained(here)
+        gpt2_config(n_inner=64, vocab_size=400).save_pretrained(new_folder)
         with pytest.raises(UserError, match="--hf DIR"):
-            task_of(described, hf=str(here), device="cpu")
+            task_of(described, hf=str(new_folder), device="cpu")
     finally:
         host.close()
 
@@ -273,14 +273,14 @@ def test_on_another_machine_the_model_may_lie_elsewhere(models, text, tmp_path):
 def test_a_model_on_the_hub_is_pinned_to_its_commit(models, trained, tmp_path, monkeypatch):
     """A hub's cache made by hand, as a download leaves it."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    kept, commit = tmp_path / "hub" / "models--some--tiny", "0123456789abcdef0123456789abcdef01234567"
-    shutil.copytree(models["gpt2"], kept / "snapshots" / commit)
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text(commit)
+    hub_folder, commit = tmp_path / "hub" / "models--some--tiny", "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(models["gpt2"], hub_folder / "snapshots" / commit)
+    (hub_folder / "refs").mkdir()
+    (hub_folder / "refs" / "main").write_text(commit)
     assert heloco("train", "--hf", "some/tiny", *BYTES, *SHORT, "--out", tmp_path / "run").code == 0
     assert RunFolder.open(tmp_path / "run").config().model.hf == f"some/tiny@{commit}"
     assert tape(tmp_path / "run") == tape(trained("gpt2"))
-    (kept / "refs" / "main").write_text("f" * 40)  # the hub goes on, the run does not
+    (hub_folder / "refs" / "main").write_text("f" * 40)  # the hub goes on, the run does not
     assert heloco("eval", tmp_path / "run").code == 0
     assert heloco("export", tmp_path / "run", "--format", "hf").code == 0
     same_logits(reloaded(tmp_path / "run" / "hf"), model_of(trained("gpt2")), 257)
@@ -300,9 +300,9 @@ def test_from_python(models):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "scratch"])
 def test_an_exported_run_is_the_same_model_to_transformers(name, models, trained, tmp_path):
     run, out = trained(name), tmp_path / "some" / "model"
-    done = heloco("export", run, "--format", "hf", "--out", out)
+    result = heloco("export", run, "--format", "hf", "--out", out)
     count = json.loads((run / "run.json").read_text())["parameters"]
-    assert (done.code, done.out, done.err) == (0, f"Wrote {count:,} parameters to {out}.\n", "")
+    assert (result.code, result.out, result.err) == (0, f"Wrote {count:,} parameters to {out}.\n", "")
     files = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in out.iterdir()) == files
     assert [path.name for path in out.parent.iterdir()] == ["model"]
@@ -369,9 +369,9 @@ def test_a_tokenizer_that_is_gone_is_left_out_and_said(text, tmp_path):
     write_words(tmp_path / "tokenizer.json")
     run = train(tmp_path / "run", "--data", text, "--paces", "1,2", "--tokenizer", tmp_path / "tokenizer.json", "--arrivals", "2")
     (tmp_path / "tokenizer.json").unlink()
-    done = heloco("export", run, "--format", "hf")
-    gone = f"Its tokenizer, {tmp_path / 'tokenizer.json'}, is not on this machine any more and was left out."
-    assert done.code == 0 and done.out.endswith(f"{run / 'hf'}. {gone}\n")
+    result = heloco("export", run, "--format", "hf")
+    notice = f"Its tokenizer, {tmp_path / 'tokenizer.json'}, is not on this machine any more and was left out."
+    assert result.code == 0 and result.out.endswith(f"{run / 'hf'}. {notice}\n")
     same_logits(reloaded(run / "hf"), model_of_without_data(run), 13)
 
 
@@ -397,15 +397,15 @@ def test_settings_of_tinygpt_do_not_combine_with_it():
 
 
 def test_a_runs_config_can_be_taken_for_another_model(trained, unbroken):
-    def taken(run: Path, **flags: str) -> RunConfig:
+    def config_from(run: Path, **flags: str) -> RunConfig:
         return resolve(with_fields(RunConfig(), read_toml(run / "config.toml", overridden=flags) | flags))
 
     ours, theirs = unbroken("--preset", "30m"), trained("gpt2")
-    config = taken(ours, hf="some/model")
+    config = config_from(ours, hf="some/model")
     assert (config.model.hf, config.model.preset, config.model.width, config.input.tokenizer) == ("some/model", "", 0, "")
-    config = taken(theirs, preset="30m")
+    config = config_from(theirs, preset="30m")
     assert (config.model.hf, config.model.preset, config.model.width) == ("", "30m", 384)
-    assert taken(theirs) == RunFolder.open(theirs).config()
+    assert config_from(theirs) == RunFolder.open(theirs).config()
 
 
 def test_the_papers_recipe_goes_with_it(models, tmp_path):
@@ -417,8 +417,8 @@ def test_the_papers_recipe_goes_with_it(models, tmp_path):
 
 def test_what_was_known_before_is_known_by_the_same_digests():
     """A setting that is not used must not make other runs of those that were kept."""
-    kept = sorted((REPOSITORY / "results" / "runs").glob("*.json"))
-    for path in kept:
+    paths = sorted((REPOSITORY / "results" / "runs").glob("*.json"))
+    for path in paths:
         record = json.loads(path.read_text())
         config = resolve(with_fields(RunConfig(), {"norm_limit": "off", **record["settings"]}))
         assert digest(config, record["task"]) == path.stem == record["digest"]
@@ -436,11 +436,11 @@ def refused(around: Path, *arguments: str | Path, says: str) -> None:
 
 def test_what_is_no_model_is_refused(models, tmp_path):
     def folder(name: str, **files: str) -> Path:
-        made = tmp_path / name
-        made.mkdir()
+        path = tmp_path / name
+        path.mkdir()
         for file, content in files.items():
-            (made / file.replace("__", ".")).write_text(content)
-        return made
+            (path / file.replace("__", ".")).write_text(content)
+        return path
 
     bert = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     scratch = (models["scratch"] / "config.json").read_text()
@@ -531,9 +531,9 @@ def test_without_transformers_a_sentence_says_how_to_get_it(models, unbroken, tm
     monkeypatch.setitem(sys.modules, "transformers", None)
     for command in (("train", "--hf", models["gpt2"]), ("export", unbroken(), "--format", "hf", "--out", "some/model")):
         before = digests(tmp_path)
-        done = heloco(*command, cwd=tmp_path)
-        assert done.code == 2 and done.sentence.startswith("A Hugging Face model needs the package transformers (")
-        assert done.sentence.endswith("): pip install 'heloco[hf]'.")
+        result = heloco(*command, cwd=tmp_path)
+        assert result.code == 2 and result.sentence.startswith("A Hugging Face model needs the package transformers (")
+        assert result.sentence.endswith("): pip install 'heloco[hf]'.")
         assert digests(tmp_path) == before
 
 
@@ -546,5 +546,5 @@ def test_nothing_imports_transformers_that_does_not_need_it(tmp_path):
         f"assert heloco('export', {run!r}).code == 0\n"
         "assert not {'transformers', 'huggingface_hub'} & sys.modules.keys()"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

@@ -103,8 +103,8 @@ def test_the_initial_parameters_come_from_the_seed_alone():
         torch.manual_seed(1)
         first = build(TINY, seed=5)
         torch.manual_seed(2)
-        again = build(TINY, seed=5)
-    assert same(first, again)
+        repeat = build(TINY, seed=5)
+    assert same(first, repeat)
     assert not same(first, build(TINY, seed=6))
 
 
@@ -257,19 +257,19 @@ def test_images_can_be_learnt_and_accuracy_rises():
 
 
 def test_images_are_the_seeds_and_no_validation_image_is_trained_on():
-    first, again, other = (ImagesTask(seed=s, images=50, val_images=20) for s in (0, 0, 1))
+    first, repeat, other = (ImagesTask(seed=s, images=50, val_images=20) for s in (0, 0, 1))
     positions = np.arange(50)
     for shard in range(len(STYLES)):
         images, labels = first.batch(shard, positions)
         assert images.shape == (50, 1, 16, 16)
         assert labels.min() >= 0
         assert labels.max() < len(CLASSES)
-        assert torch.equal(images, again.batch(shard, positions)[0])
+        assert torch.equal(images, repeat.batch(shard, positions)[0])
         assert not torch.equal(images, other.batch(shard, positions)[0])
         trained = {image.numpy().tobytes() for image in images}
         assert len(trained) == 50
         assert not trained & {image.numpy().tobytes() for image in first.validation[shard][0]}
-    assert first.digest == again.digest != other.digest
+    assert first.digest == repeat.digest != other.digest
     assert first.units(first.batch(0, positions[:7])) == 7
 
 

@@ -31,8 +31,8 @@ def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
     assert len(content) == layout.size and content.startswith(layout.header)
     theirs, ours = load(content), view(layout, bytearray(content))
     for name, tensor in tensors.items():
-        for again in (theirs[name], ours[name]):
-            assert again.dtype == tensor.dtype and again.shape == tensor.shape and torch.equal(again, tensor)
+        for copy in (theirs[name], ours[name]):
+            assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
 
 
 @given(described=NAMED)
