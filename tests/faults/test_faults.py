@@ -11,9 +11,11 @@ from faults.fault_list import POINTS, faults_in_time
 from faults.run import KINDS, Fault, check_ledger, engine_settings, faults_of, run_once, run_side_by_side
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.ledger import ShardPage
 from heloco.wire.layout import pieces
 from support.disks import fill_disk
 from support.small_cluster import Hand, delta, opened, report
+from support.states import books_at
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ def test_faults_in_time_are_as_many_as_they_must_be_and_leave_the_end_quiet():
 
 
 def test_the_account_would_find_a_window_that_was_skipped_or_used_twice():
-    books = {"ledger": [{"cursor": 12, "returned": [[8, 4]]}], "held": []}
+    books = books_at(2, ledger=[ShardPage(20, cursor=12, returned=[(8, 4)])])
     used = [{"shard": 0, "spans": [[0, 4]]}, {"shard": 0, "spans": [[4, 4]]}]
     check_ledger(used, books)
     with pytest.raises(AssertionError, match="window 4 was skipped"):
