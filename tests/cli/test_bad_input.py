@@ -132,7 +132,7 @@ def test_an_impossible_run_is_refused(words, says, tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("[worker]\npaces = [1]", "there is no section [worker]; did you mean 'workers'?"),
+        ("[round]\npaces = [1]", "there is no section [round]; did you mean 'rounds'?"),
         ("paces = [1]", "there is no section [paces]"),
         ("[rounds]\npacse = [1]", "[rounds] has no setting 'pacse'; did you mean 'paces'?"),
         ("[rounds]\nlr = 1", "[rounds] has no setting 'lr'"),

@@ -93,7 +93,7 @@ def test_many_who_look_and_leave_keep_nobody_from_looking(folder, browser):
         assert all(next(each).startswith("id: ") for each in lines)
         assert browser.get("/page/", timeout=SOON_S).status_code == 200
         [process] = page_processes(folder)
-        assert connections_of(process) == MANY
+        assert connections_of(process) >= MANY
     end = time.monotonic() + SOON_S  # nothing happens in the run meanwhile
     while connections_of(process):
         assert time.monotonic() < end, "the page's process still serves browsers that have gone"

@@ -141,9 +141,9 @@ def test_tables_name_the_runs_and_what_differs(runs, folders):
     differing = {row[0].text: [cell.text for cell in row[1:]] for row in overview.settings_table(runs).rows}
     assert differing["outer.method"] == ["heloco", "mla"]
     assert differing["outer.beta_max"] == ["0.5", "–"]
-    assert "workers.paces" not in differing
+    assert "rounds.paces" not in differing
     alone = {row[0].text: row[1].text for row in overview.settings_table(runs[:1]).rows}
-    assert alone["workers.paces"] == "1, 2, 3, 4, 5"
+    assert alone["rounds.paces"] == "1, 2, 3, 4, 5"
 
 
 def test_images_have_an_accuracy_and_no_bits(unbroken):

@@ -102,7 +102,7 @@ def test_a_refused_outlier_changes_nothing_but_what_is_usual(method):
     assert (arrival.verdict, arrival.code, arrival.released) == ("refused", "norm", (0,))
     assert "× the usual one" in arrival.reason and arrival.clipped == 1.0
     now = snapshot(synchronizer)
-    changed = {name for name, tensor in before["tensors"].items() if not torch.equal(now["tensors"][name], tensor)}
+    changed = {name for name, tensor in before.tensors.items() if not torch.equal(now.tensors[name], tensor)}
     assert changed == {"norms"} and synchronizer.refused_in_a_row == 0
 
 
@@ -124,10 +124,10 @@ def test_what_is_not_finite_is_refused_and_not_remembered(method, guard):
     synchronizer, _ = after(method, guard, [])
     bad = drawn(3)
     bad[1][0, 0] = math.nan
-    before = snapshot(synchronizer)["tensors"]["norms"]
+    before = snapshot(synchronizer).tensors["norms"]
     arrival = arrive(synchronizer, 0, bad)
     assert (arrival.verdict, arrival.code) == ("refused", "not-finite") and synchronizer.refused_in_a_row == 1
-    assert torch.equal(snapshot(synchronizer)["tensors"]["norms"], before)
+    assert torch.equal(snapshot(synchronizer).tensors["norms"], before)
 
 
 @pytest.mark.parametrize("guard", [CLIP, REFUSE])

@@ -77,7 +77,7 @@ def test_masters_are_part_of_an_optimizers_state(dtype):
     one, other = fresh(), fresh()
     moved(one, 20, dtype)
     other.param_groups[0]["params"][0].data.copy_(one.param_groups[0]["params"][0])
-    other.load(one.books(), one.tensors())
+    other.load_state_dict(one.state_dict())
     for optimizer in (one, other):
         moved(optimizer, 20, dtype)
     assert torch.equal(one.thetas()[0], other.thetas()[0]) and one.thetas()[0].dtype is torch.float32
