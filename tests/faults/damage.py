@@ -28,7 +28,7 @@ def _tape(run: Path, draw: random.Random) -> str:
     """Cuts the tape, at most back to the older checkpoint. Earlier events may have been pruned from
     the journal on a full disk."""
     older = sorted((run / "checkpoints").glob("arrival-*"))[-2:][0]
-    reaches = json.loads((older / "state.json").read_bytes())["tape_bytes"]
+    reaches = json.loads((older / "state.json").read_bytes())["lines"]["tape_bytes"]
     content = (run / "tape.jsonl").read_bytes()
     (run / "tape.jsonl").write_bytes(content[: draw.randrange(reaches, max(reaches, len(content)) + 1)])
     return "tape.jsonl"
