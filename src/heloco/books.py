@@ -1,21 +1,28 @@
 """The plain part of a synchronizer's state, as a checkpoint has it."""
 
+from dataclasses import dataclass
+
 from msgspec import Struct
 
 from heloco.ledger import ShardPage, Span
 
 
-class RoundUnderWay(Struct, frozen=True, kw_only=True):
-    """A round that was dispatched and has not arrived. `Round` explains the fields."""
+@dataclass(slots=True)
+class RoundUnderWay:
+    """A round that was dispatched and has not arrived."""
 
     worker: int
     index: int
+    """How many rounds of the worker came before this one."""
     version: int
+    """The outer step at dispatch, s_i."""
     shard: int
     spans: tuple[Span, ...]
     inner_steps: int
     shard_steps: int
+    """Inner steps handed out on this shard before this round: the position of a learning-rate schedule by shard."""
     run_steps: float
+    """Inner steps accepted in the whole run before this round, divided by the workers: the position of a schedule by run."""
 
 
 class Books(Struct, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from heloco.books import RoundUnderWay
 from heloco.ledger import Span
 from heloco.outer import Outcome
 from heloco.outer.kernels.windows import Release
@@ -12,21 +13,9 @@ from heloco.verdicts import Verdict as Verdict
 
 
 @dataclass(slots=True)
-class Round:
+class Round(RoundUnderWay):
     """One worker's H inner steps, as the synchronizer hands them out."""
 
-    worker: int
-    index: int
-    """How many rounds of the worker came before this one."""
-    version: int
-    """The outer step at dispatch, s_i."""
-    shard: int
-    spans: tuple[Span, ...]
-    inner_steps: int
-    shard_steps: int
-    """Inner steps handed out on this shard before this round: the position of a learning-rate schedule by shard."""
-    run_steps: float
-    """Inner steps accepted in the whole run before this round, divided by the workers: the position of a schedule by run."""
     parameters: list[Tensor] = field(default_factory=list, repr=False)
     """The parameters that the round begins with. They are shared between rounds and must not be written to."""
     buffers: list[Tensor] = field(default_factory=list, repr=False)

@@ -8,13 +8,11 @@ outer rule), the buffers, the rounds under way, and the ledger of the data. Its 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec import structs
 from torch import Tensor
 
 from heloco.barrier import Barrier
@@ -66,7 +64,7 @@ class Synchronizer:
         self.refused_in_a_row = 0
         self.rounds_of = [0] * self.workers
         self.arrivals_of = [0] * self.workers
-        self.held: dict[int, Round] = {}
+        self.held: dict[int, RoundUnderWay] = {}
         """The round each worker holds, without its tensors."""
         self.norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
         self._distances = NormHistory(self.workers, [1] * len(self.buffers))
@@ -104,13 +102,13 @@ class Synchronizer:
         shard_steps = self.ledger.pages[shard].steps
         spans = self.ledger.take(shard, steps * self.windows_per_step, steps)
         run_steps = self.steps_accepted / self.workers
-        held = Round(worker, index, self.outer_step, shard, spans, steps, shard_steps, run_steps)
-        self.held[worker] = held
+        terms = (worker, index, self.outer_step, shard, spans, steps, shard_steps, run_steps)
+        self.held[worker] = RoundUnderWay(*terms)
         if self.outer is None or not with_start:
-            return held
+            return Round(*terms)
         if self._start is None:  # one look-ahead model for all rounds of this version
             self._start = self.outer.lookahead()
-        return replace(held, parameters=self._start, buffers=list(self.buffers))
+        return Round(*terms, parameters=self._start, buffers=list(self.buffers))
 
     def start(self, names: Iterable[str]) -> Iterator[Tensor]:
         """The start of the current version, in the order of these names (parameter.0, …, buffer.0, …). Large parameters come in
@@ -163,7 +161,7 @@ class Synchronizer:
         own = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
         return own / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
 
-    def _refuse(self, held: Round, staleness: int, ruling: Ruling) -> Arrival:
+    def _refuse(self, held: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
         self.abandon(held.worker)
         if ruling.code != "norm":  # refusals for size do not count towards the end of the run
             self.refused_in_a_row += 1
@@ -172,7 +170,7 @@ class Synchronizer:
             held.shard, held.spans, held.inner_steps, (held.worker,), ruling.code, ruling.reason,
         )  # fmt: skip
 
-    def _rule_on(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
+    def _rule_on(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         """Applies a contribution, or refuses it if its shapes are wrong, it is not finite, or it is far larger than usual."""
         if self.outer is not None and (mismatch := self._mismatch(contribution)):
             return mismatch
@@ -185,7 +183,7 @@ class Synchronizer:
         except TooLarge as error:
             return Ruling("refused", "norm", str(error))
 
-    def _apply(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
+    def _apply(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         staleness = self.outer_step - held.version
         decision = self.drop(staleness)
         stale = f"staleness {staleness} is above {self.drop.above}"
@@ -199,7 +197,7 @@ class Synchronizer:
         self.outer_step += 1
         return ruling
 
-    def _guarded_step(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
+    def _guarded_step(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         """One outer step with the contribution, scaled down by the norm guard if necessary."""
         judgements = Judgements()
 
@@ -212,7 +210,7 @@ class Synchronizer:
         self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
         return judgements.ruling("applied")
 
-    def _judge(self, contribution: Contribution, held: Round, squares: Numbers) -> Judgements:
+    def _judge(self, contribution: Contribution, held: RoundUnderWay, squares: Numbers) -> Judgements:
         """The guard's judgement of a contribution by its sums Δ·Δ. Raises `TooLarge` if it is refused."""
         assert self.outer is not None
         participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
@@ -227,7 +225,7 @@ class Synchronizer:
             raise TooLarge(judgements.sentence)
         return judgements
 
-    def _judge_buffers(self, contribution: Contribution, held: Round, participants: int) -> Judgement:
+    def _judge_buffers(self, contribution: Contribution, held: RoundUnderWay, participants: int) -> Judgement:
         """Before there is a history, a buffer may move by ten times its own size or 10, and a counter by ten times the round's
         steps."""
         if not self.buffers:
@@ -267,7 +265,7 @@ class Synchronizer:
 
     # ---- barrier (synchronous) mode
 
-    def _gather(self, contribution: Contribution, held: Round, weight: float) -> Ruling:
+    def _gather(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         """Adds ρΔ to the sum. With the last worker's contribution, makes the outer step."""
         judgements = Judgements()
         if self.outer is not None:
@@ -301,13 +299,7 @@ class Synchronizer:
             outer_step=self.outer_step, arrivals=self.arrivals, steps_accepted=self.steps_accepted,
             refused_in_a_row=self.refused_in_a_row, rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of),
             gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
-            held=[
-                RoundUnderWay(
-                    worker=h.worker, index=h.index, version=h.version, shard=h.shard, spans=h.spans, inner_steps=h.inner_steps,
-                    shard_steps=h.shard_steps, run_steps=h.run_steps,
-                )
-                for h in self.held.values()
-            ],
+            held=list(self.held.values()),
             outer=[
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
             ],
@@ -335,7 +327,7 @@ class Synchronizer:
         self.rounds_of, self.arrivals_of = list(books.rounds_of), list(books.arrivals_of)
         self._barrier.workers = list(books.gathered_workers)
         self.ledger.load(books.ledger)
-        self.held = {held.worker: Round(**structs.asdict(held)) for held in books.held}
+        self.held = {held.worker: held for held in books.held}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
         names_by_block: dict[int, list[str]] = {}

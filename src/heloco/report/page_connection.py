@@ -6,7 +6,6 @@ bytes come in. asyncio's streams do not."""
 # ruff: noqa: ARG002 (the interface is httpcore's)
 
 import asyncio
-import ssl
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,11 +39,3 @@ class _Stream(httpcore.AsyncNetworkStream):
 
     async def aclose(self) -> None:
         self._writer.close()
-
-    async def start_tls(
-        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
-    ) -> httpcore.AsyncNetworkStream:
-        raise NotImplementedError
-
-    def get_extra_info(self, info: str) -> Any:
-        return self._reader.at_eof() if info == "is_readable" else None

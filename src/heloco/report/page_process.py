@@ -45,13 +45,13 @@ class PageProcess:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            gone = asyncio.ensure_future(_disconnected(receive))
+            disconnection = asyncio.ensure_future(_disconnected(receive))
             try:
-                await self._show(scope, send, gone)
+                await self._show(scope, send, disconnection)
             finally:
-                gone.cancel()
+                disconnection.cancel()
 
-    async def _show(self, scope: Scope, send: Send, gone: "asyncio.Future[None]") -> None:
+    async def _show(self, scope: Scope, send: Send, disconnection: "asyncio.Future[None]") -> None:
         """Passes an answer on until its end, or until the browser has gone. Before the answer begins nothing is cancelled,
         neither the start of the process nor a connection to it."""
         import httpcore
@@ -64,14 +64,14 @@ class PageProcess:
         for is_last in (False, True):  # the process may have ended a moment ago, because nobody looked
             try:
                 pool = await self.ready(unlike=pool)
-                async with pool.stream(scope["method"], f"http://page{path}?{_asked(scope)}", headers=_headers(scope)) as answer:
+                async with pool.stream(scope["method"], f"http://page{path}?{_query(scope)}", headers=_headers(scope)) as answer:
                     headers = [(k.lower(), v) for k, v in answer.headers if k.lower() not in (b"date", b"server")]
                     has_begun = True
                     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
                     chunks = aiter(answer.aiter_stream())
-                    while (chunk := await _next(chunks, gone)) is not None:
+                    while (chunk := await _next(chunks, disconnection)) is not None:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    if gone.done():
+                    if disconnection.done():
                         return
                 await send({"type": "http.response.body", "body": b""})
                 return
@@ -125,10 +125,10 @@ class PageProcess:
             self._place = None
 
 
-def _asked(scope: Scope) -> str:
+def _query(scope: Scope) -> str:
     """What the page looks at in a query; the key has done its work."""
-    asked = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
-    return urlencode({name: values[0] for name, values in asked.items() if name in QUERY})
+    query = parse_qs(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    return urlencode({name: values[0] for name, values in query.items() if name in QUERY})
 
 
 def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
@@ -139,11 +139,11 @@ def _headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     ]
 
 
-async def _next(chunks: AsyncIterator[bytes], gone: "asyncio.Future[None]") -> bytes | None:
+async def _next(chunks: AsyncIterator[bytes], disconnection: "asyncio.Future[None]") -> bytes | None:
     """The next chunk, or None if there is none or the browser has gone."""
     chunk = asyncio.ensure_future(anext(chunks, None))
-    await asyncio.wait((chunk, gone), return_when=asyncio.FIRST_COMPLETED)
-    if not gone.done():
+    await asyncio.wait((chunk, disconnection), return_when=asyncio.FIRST_COMPLETED)
+    if not disconnection.done():
         return chunk.result()
     chunk.cancel()
     await asyncio.gather(chunk, return_exceptions=True)
