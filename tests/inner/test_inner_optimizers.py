@@ -9,7 +9,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
-from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS, orthogonalised
+from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS, Muon, orthogonalised
 from heloco.inner.optimizers import hidden_matrices, make_optimizer
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.synchronizer import Round
@@ -83,6 +83,36 @@ def test_many_matrices_are_orthogonalised_as_torch_does_each(shape):
     alone = [_zeropower_via_newtonschulz(m, COEFFICIENTS, ITERATIONS, EPS) for m in matrices]
     torch.testing.assert_close(orthogonalised(matrices), torch.stack(alone), rtol=0.02, atol=0.005)
     assert not orthogonalised(torch.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("sides", [(16, 16), (16, 48), (64, 16), (32, 128)], ids=str)
+def test_muon_in_one_launch(sides, monkeypatch):
+    """Rounding to bfloat16 is nine tenths of the error of either, and Triton's interpreter does not round to the nearest."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    draw = torch.Generator().manual_seed(0)
+    start, momenta, gradients = ([torch.randn(3, *sides, generator=draw) for _ in range(2)] for _ in range(3))
+    gradients[1][1], momenta[1][1] = 0, 0
+    lr, decay, active = torch.tensor([1e-2, 3e-3, 1.0]), torch.tensor([0.1, 0.0, 0.1]), torch.tensor([1.0, 1.0, 0.0])
+
+    def moved(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        parameters, state = ([x.to(device, dtype, copy=True) for x in tensors] for tensors in (start, momenta))
+        Muon(parameters, state, 0.9).move([g.to(device, dtype) for g in gradients], *(x.to(device) for x in (lr, decay, active)))
+        return [p.cpu() for p in parameters], [m.cpu() for m in state]
+
+    operations, exact_state = moved(torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "bfloat16", lambda x: x)
+        exact, _ = moved(torch.float64)
+    monkeypatch.setattr("heloco.inner.adamw.serves", lambda _: True)
+    parameters, state = moved(torch.float32)
+    for block, before in enumerate(start):
+        for i in (0, 1):
+            ours, theirs = ((result[block][i] - exact[block][i]).norm() for result in (parameters, operations))
+            assert ours <= 2 * theirs
+        assert torch.equal(parameters[block][2], before[2])  # not active: it stays as it is
+        torch.testing.assert_close(state[block], exact_state[block], rtol=1e-6, atol=1e-7)
+    assert torch.equal(parameters[1][1], start[1][1])  # nothing to orthogonalise
 
 
 def names_of_hidden(model: nn.Module) -> list[str]:

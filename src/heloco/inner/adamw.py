@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heloco.inner.addresses import Addresses
 from heloco.inner.options import InnerOptions
 
 CHUNK = 2048  # elements per program of the kernel
@@ -44,8 +45,7 @@ class AdamW:
             pieces = [(block, size, start) for block, size in enumerate(sizes) for start in range(0, size, CHUNK)]
             self._aligned = all(size % 4 == 0 for size in sizes)
             self._pieces = torch.from_numpy(np.array(pieces, dtype=np.int64)).to(parameters[0].device)
-            self._addresses = torch.zeros(len(sizes), 4, dtype=torch.int64, device=parameters[0].device)
-            self._recorded: Tensor | None = None
+            self._addresses = Addresses(len(sizes), 4, parameters[0].device)
 
     def move(self, gradients: Sequence[Tensor], factors: Tensor) -> None:
         """`factors`: those of `adamw_factors`."""
@@ -58,21 +58,17 @@ class AdamW:
     def _launch(self, gradients: list[Tensor], factors: Tensor) -> None:
         from heloco.inner.adamw_kernel import adamw_kernel
 
-        addresses = torch.tensor([[x.data_ptr() for x in (*b, g)] for b, g in zip(self._blocks, gradients, strict=True)])
-        if factors.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._recorded = addresses  # the same in every replay
-        else:
-            self._addresses.copy_(addresses)
+        is_aligned = self._addresses.set([(*block, g) for block, g in zip(self._blocks, gradients, strict=True)])
         slices = factors.shape[1]
         adamw_kernel[(len(self._pieces), slices)](
-            self._addresses, self._pieces, factors, slices,
-            CHUNK=CHUNK, ALIGNED=self._aligned and not (addresses % 16).any().item(), num_warps=8,
+            self._addresses.table, self._pieces, factors, slices,
+            CHUNK=CHUNK, ALIGNED=self._aligned and is_aligned, num_warps=8,
         )  # fmt: skip
 
     def recorded(self) -> None:
-        """After a graph was recorded with a `move` in it: now its addresses are known."""
-        if self._fused and self._recorded is not None:
-            self._addresses.copy_(self._recorded)
+        """After a graph was recorded with a `move` in it."""
+        if self._fused:
+            self._addresses.recorded()
 
 
 def serves(parameters: Sequence[Tensor]) -> bool:

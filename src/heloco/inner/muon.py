@@ -6,37 +6,85 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heloco.inner import adamw
+from heloco.inner.addresses import Addresses
+
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Of the Newton-Schulz iteration; these and the two below are torch's defaults."""
 ITERATIONS = 5
 EPS = 1e-7
 RMS_OF_ADAMW = 0.2
+SIDES = (16, 32, 64, 128)
+"""Shorter sides of matrices that the kernel moves."""
 
 
 class Muon:
     """Moves the matrices of a stack, [S, rows, columns] each. Matrices of one shape are orthogonalised together."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float) -> None:
-        self._blocks = [(p.detach(), m) for p, m in zip(parameters, momenta, strict=True)]
-        self._momentum = momentum
-        self._alike: dict[torch.Size, list[int]] = {}
+        alike: dict[torch.Size, list[int]] = {}
         for index, p in enumerate(parameters):
-            self._alike.setdefault(p.shape, []).append(index)
+            alike.setdefault(p.shape, []).append(index)
+        self._groups = [
+            (indices, MuonGroup([parameters[i].detach() for i in indices], [momenta[i] for i in indices], momentum))
+            for indices in alike.values()
+        ]
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
         """`lr`, `weight_decay`, `active`: a number for each slice."""
-        lr = lr * active
-        for (_, rows, columns), indices in self._alike.items():
-            directions = []
-            for index in indices:
-                (_, momentum), gradient = self._blocks[index], gradients[index]
-                momentum.add_((gradient - momentum) * _per_slice((1 - self._momentum) * active, momentum))
-                directions.append(torch.lerp(gradient, momentum, self._momentum))
-            orthogonal = torch.split(orthogonalised(torch.cat(directions)), len(lr))
-            size = RMS_OF_ADAMW * math.sqrt(max(rows, columns))
-            for index, direction in zip(indices, orthogonal, strict=True):
-                p = self._blocks[index][0]
-                p.mul_(_per_slice(1 - lr * weight_decay, p)).sub_(_per_slice(lr * size, p) * direction)
+        for indices, group in self._groups:
+            group.move([gradients[i] for i in indices], lr * active, weight_decay, active)
+
+    def recorded(self) -> None:
+        """After a graph was recorded with a `move` in it."""
+        for _, group in self._groups:
+            group.recorded()
+
+
+class MuonGroup:
+    """Matrices of one shape, moved in one launch where the kernel serves."""
+
+    def __init__(self, parameters: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
+        self._parameters, self._momenta, self._momentum = parameters, momenta, momentum
+        _, rows, columns = parameters[0].shape
+        self._size = RMS_OF_ADAMW * math.sqrt(max(rows, columns))
+        self._addresses = Addresses(len(parameters), 3, parameters[0].device) if serves(parameters) else None
+
+    def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
+        decay, size, rise = 1 - lr * weight_decay, lr * self._size, (1 - self._momentum) * active
+        if self._addresses is not None:
+            self._launch(self._addresses, [g.contiguous() for g in gradients], torch.stack([decay, size, rise]).float())
+            return
+        directions = []
+        for momentum, gradient in zip(self._momenta, gradients, strict=True):
+            momentum.add_((gradient - momentum) * _per_slice(rise, momentum))
+            directions.append(torch.lerp(gradient, momentum, self._momentum))
+        orthogonal = torch.split(orthogonalised(torch.cat(directions)), len(lr))
+        for p, direction in zip(self._parameters, orthogonal, strict=True):
+            p.mul_(_per_slice(decay, p)).sub_(_per_slice(size, p) * direction)
+
+    def _launch(self, addresses: Addresses, gradients: list[Tensor], numbers: Tensor) -> None:
+        from heloco.inner.muon_kernel import muon_kernel
+
+        addresses.set(list(zip(self._parameters, self._momenta, gradients, strict=True)))
+        slices, rows, columns = self._parameters[0].shape
+        short, long = sorted((rows, columns))
+        scratch = torch.empty(len(gradients) * slices * short * long, dtype=torch.bfloat16, device=numbers.device)
+        muon_kernel[(len(gradients), slices)](
+            addresses.table, scratch, numbers, slices, self._momentum, EPS, *COEFFICIENTS,
+            SHORT=short, LONG=long, STEP=short, TALL=rows > columns, ITERATIONS=ITERATIONS, WIDE=not numbers.is_cuda,
+            num_warps=8 if short > 64 else 4,
+        )  # fmt: skip
+
+    def recorded(self) -> None:
+        if self._addresses is not None:
+            self._addresses.recorded()
+
+
+def serves(parameters: Sequence[Tensor]) -> bool:
+    """Whether the kernel does: its programs hold a square of the shorter side, and go along the longer one in such squares."""
+    short, long = sorted(parameters[0].shape[1:])
+    return adamw.serves(parameters) and short in SIDES and long % short == 0
 
 
 class SGD:
@@ -53,6 +101,9 @@ class SGD:
                 momentum.add_((direction - (1 - self._momentum) * momentum) * _per_slice(active, p))
                 direction = momentum
             p.sub_(_per_slice(lr * active, p) * direction)
+
+    def recorded(self) -> None:
+        pass
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class StackedOptimizer:
         """After a graph was recorded with a `move` in it."""
         if self._adamw:
             self._adamw.recorded()
+        self._momentum.recorded()
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:
