@@ -1,6 +1,6 @@
 """One inner step of the paper's model, ms per model step, on a GPU: the stack beside the best plain loop for one model.
 
-    PYTHONPATH=src python benchmarks/stack_gpu.py [--width 48] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/stack_gpu.py [--width 48] [--optimizer muon] [--keep-state] [--out FILE.json]
 
 Plain loop: the model's own forward and loss compiled, fused AdamW, the whole step recorded as one CUDA graph. Stack: what
 `heloco study` runs. Both in this process, TF32, 2 × 128 tokens a step, tokens drawn by Zipf's law (about as many
@@ -28,7 +28,6 @@ from heloco.task.gpt import preset
 from heloco.task.language import LanguageTask
 
 STEPS = 80
-OPTIONS = InnerOptions(batch_size=2, schedule_steps=4800)
 
 
 def zipf_task(sources: int = 5, tokens: int = 1_000_000) -> LanguageTask:
@@ -45,11 +44,11 @@ def zipf_task(sources: int = 5, tokens: int = 1_000_000) -> LanguageTask:
     return LanguageTask(corpus, shards, model, context=model.context, seed=0, eval_windows=128)
 
 
-def jobs_of(task: LanguageTask, count: int) -> list[Job]:
+def jobs_of(task: LanguageTask, options: InnerOptions, count: int) -> list[Job]:
     start = [p.detach().cuda() for p in task.build_model().parameters()]
-    windows = STEPS * OPTIONS.windows_per_step
+    windows = STEPS * options.windows_per_step
     spans = [((i * windows, windows),) for i in range(count)]
-    return [Job(Round(i, 0, 0, i % 5, spans[i], STEPS, 0, 0.0, start), task, OPTIONS) for i in range(count)]
+    return [Job(Round(i, 0, 0, i % 5, spans[i], STEPS, 0, 0.0, start), task, options) for i in range(count)]
 
 
 def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
@@ -65,8 +64,8 @@ def milliseconds(work: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def measure_stack(task: LanguageTask, width: int) -> tuple[dict[str, Any], StackedInner]:
-    inner, jobs = StackedInner(task, device="cuda", width=width), jobs_of(task, width)
+def measure_stack(task: LanguageTask, options: InnerOptions, width: int) -> tuple[dict[str, Any], StackedInner]:
+    inner, jobs = StackedInner(task, device="cuda", width=width), jobs_of(task, options, width)
     began = time.perf_counter()
     inner.run(jobs)
     torch.cuda.synchronize()
@@ -97,13 +96,13 @@ def measure_stack(task: LanguageTask, width: int) -> tuple[dict[str, Any], Stack
     return numbers, inner
 
 
-def measure_plain(task: LanguageTask) -> float:
+def measure_plain(task: LanguageTask, options: InnerOptions) -> float:
     """One model alone: compiled forward and backward, fused AdamW, one CUDA graph."""
     model = task.build_model().cuda()
     loss_of = torch.compile(lambda batch: task.loss(model, batch))
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(2e-4, device="cuda"), weight_decay=0.01, fused=True,
                                   capturable=True)  # fmt: skip
-    data = jobs_of(task, 1)[0].batches().view(STEPS, 2, -1).cuda()
+    data = jobs_of(task, options, 1)[0].batches().view(STEPS, 2, -1).cuda()
     at = torch.zeros(1, dtype=torch.int64, device="cuda")
 
     def step() -> None:
@@ -148,6 +147,8 @@ def profile(inner: StackedInner, steps: int = 10) -> list[dict[str, Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=48)
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--keep-state", action="store_true")
     parser.add_argument("--out", type=Path)
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
@@ -155,7 +156,8 @@ def main() -> int:
         return 2
     torch.set_float32_matmul_precision("high")
     task = zipf_task()
-    numbers, inner = measure_stack(task, chosen.width)
+    options = InnerOptions(batch_size=2, schedule_steps=4800, inner_optimizer=chosen.optimizer, keep_state=chosen.keep_state)
+    numbers, inner = measure_stack(task, options, chosen.width)
     print(json.dumps(numbers), flush=True)
     for row in profile(inner):
         print(f"{row['ms']:.4f} ms  {row['calls']:4d} ×  {row['kernel']}")
@@ -163,7 +165,7 @@ def main() -> int:
     model = task.build_model().cuda()
     task.evaluate(model)
     numbers["evaluation_ms"] = milliseconds(lambda: task.evaluate(model))
-    numbers["plain_loop_ms_per_step"] = measure_plain(task)
+    numbers["plain_loop_ms_per_step"] = measure_plain(task, options)
     numbers["stack_beats_plain_loop_by"] = numbers["plain_loop_ms_per_step"] / numbers["ms_per_model_step"]
     numbers |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "command": " ".join(sys.argv)}
     print(json.dumps({k: v for k, v in numbers.items() if k != "profile"}, indent=1))
