@@ -16,6 +16,7 @@ import torch
 from support.browsers import find_browser
 from support.disks import mounted_disk
 from support.nursery import Nursery
+from support.programs import Programs
 from support.repository import SHARED
 from support.runs import on_threads, train, write_text
 
@@ -120,6 +121,14 @@ def nursery(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[N
     made = Nursery(tmp_path_factory.mktemp("nursery"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Iterator[Programs]:
+    launcher = Programs(tmp_path_factory.mktemp("programs"), nursery)
+    yield launcher
+    for program in reversed(launcher.programs):  # machines before those they would have to take leave of
+        program.clear_away()
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,11 +17,13 @@ from heloco.report.differences import with_changes
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
 from heloco.report.run_reader import read_runs
 from support.browsers import silent_page
+from support.programs import Program, Programs
 from support.runs import TINY, heloco
 
 pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 pytest.importorskip("plotly", reason="plotly is not installed")
 ARRIVALS = 8
+WATCHED = r"http://([\d.]+:\d+)"
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,17 @@ def grow(folder: Path, finished: Path, lines: int | None = None) -> None:
 
 
 @pytest.fixture
-def served(growing: Path) -> Iterator[str]:
-    """host:port of a real `heloco watch`; it ends without a traceback, even while pages are open."""
-    command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    match = re.search(r"http://([\d.]+:\d+)", process.stdout.readline())
-    assert match
-    yield match[1]
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert process.returncode in (0, 130) and errors in ("", "heloco: interrupted.\n"), errors
+def served(growing: Path, programs: Programs) -> Iterator[str]:
+    """host:port of a real `heloco watch`."""
+    program = programs.heloco("watch", growing, "--port", "0")
+    yield program.said(WATCHED)[1]
+    assert_ends_at_ctrl_c(program)
+
+
+def assert_ends_at_ctrl_c(program: Program) -> None:
+    program.process.send_signal(signal.SIGINT)
+    result = program.end()
+    assert result.code in (0, 130) and result.err in ("", "heloco: interrupted.\n"), result.err
 
 
 def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.client.HTTPResponse:
@@ -122,14 +123,13 @@ def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) ->
         assert get(served, f"/events?seen={version}").status == 400
 
 
-def test_it_ends_without_a_traceback_while_pages_are_open(served: str) -> None:
-    """`served` looks at what it says at its end; the streams are open until then."""
-    streams = [get(served, f"/events?seen={version}") for version in (-1, 0, 0)]
+def test_it_ends_without_a_traceback_while_pages_are_open(growing: Path, programs: Programs) -> None:
+    """A process from nothing, so that Python itself ends it too."""
+    program = programs.start("watch", [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"])
+    address = program.said(WATCHED)[1]
+    streams = [get(address, f"/events?seen={version}") for version in (-1, 0, 0)]
     assert len(losses(next_event(streams[0])[1])) == 3
-    open_until_the_end.extend(streams)
-
-
-open_until_the_end: list[http.client.HTTPResponse] = []
+    assert_ends_at_ctrl_c(program)
 
 
 @pytest.mark.parametrize("path", ["/", "/events", "/nothing"])
@@ -166,16 +166,13 @@ def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path
         assert page.evaluate(count) == 5
 
 
-def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path) -> None:
-    command = [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--text"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    first = process.stdout.readline()
+def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path, programs: Programs) -> None:
+    program = programs.heloco("watch", growing, "--text")
+    program.said(r"arrival +0/8")
     grow(growing, finished)
-    rest = process.stdout.read()
-    assert process.wait(timeout=20) == 0
-    arrivals = re.findall(r"arrival +(\d+)/8", first + rest)
-    assert arrivals == ["0", "2", "4", "6", "8"] and "Workers" in rest
+    result = program.end()
+    arrivals = re.findall(r"arrival +(\d+)/8", result.out)
+    assert result.code == 0 and arrivals == ["0", "2", "4", "6", "8"] and "Workers" in result.out
 
 
 def test_a_run_is_whole_with_its_last_evaluation(growing: Path, finished: Path) -> None:

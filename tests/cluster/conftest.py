@@ -11,7 +11,6 @@ from heloco.engine.build import build_task
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
 from support.gateways import SETTINGS, Serve, Served
-from support.programs import Programs
 
 
 @pytest.fixture(scope="session")
@@ -32,11 +31,3 @@ def serve(tiny: tuple[Task, RunConfig], tmp_path: Path) -> Iterator[Serve]:
     yield begin
     for served in served_runs:
         served.close()
-
-
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Programs]:  # noqa: ARG001
-    launcher = Programs(tmp_path_factory.mktemp("programs"))
-    yield launcher
-    for program in reversed(launcher.programs):  # machines before those they would have to take leave of
-        program.clear_away()

@@ -16,6 +16,7 @@ import pytest
 from faults.places import children_of, failing_fsync, is_alive
 from heloco.cli.warm_restart import LONGEST_PAUSE_S, RESTART_LIMIT, START_AGAIN, RestartLimit, exit_code
 from heloco.cli.warm_restart import reason_to_restart as reason
+from support.nursery import Nursery
 from support.page_processes import page_processes
 from support.programs import HERE, SMALL, Programs, Served, assert_whole, get, wait_until
 
@@ -182,42 +183,35 @@ def test_a_machine_ends_with_its_parent(programs: Programs, tmp_path: Path) -> N
 # ---- when nothing helps, and before it serves
 
 
-def heloco_with(patch: str, *arguments: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`heloco ARGUMENTS` in a process that was changed before."""
-    code = f"{textwrap.dedent(patch)}\nfrom heloco.cli.main import main\nmain()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 NEW = ("serve", *SMALL, "--seats", "1", "--arrivals", "9", *HERE, "--port", "0", "--out")
 IMPATIENT = "import heloco.cli.warm_restart as warm; warm.SHORTEST_PAUSE_S = warm.LONGEST_PAUSE_S = 0.0"
 
 
-def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+def test_a_synchronizer_that_always_dies_is_given_up(tmp_path: Path, nursery: Nursery) -> None:
     run = tmp_path / "run"
     dies = "import heloco.cli.warm_serve as serving, os; serving.carry_on = lambda *_: os.abort()"
-    result = heloco_with(f"{IMPATIENT}\n{dies}", *NEW, run)
-    assert result.returncode == 2 and result.stdout.count(AGAIN) == RESTART_LIMIT, result
+    result = nursery.run(*NEW, run, patch=f"{IMPATIENT}\n{dies}")
+    assert result.code == 2 and result.out.count(AGAIN) == RESTART_LIMIT, result
     sentence = f"{RESTART_LIMIT + 1} times without an arrival in between. What was done is kept: `heloco serve {run}` goes on.\n"
-    assert result.stderr.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), result.stderr
+    assert result.err.endswith(f"heloco: The synchronizer was killed by SIGABRT, {sentence}"), result.err
 
 
-def test_a_worker_that_always_dies_is_given_up(cache: Path) -> None:  # noqa: ARG001
+def test_a_worker_that_always_dies_is_given_up(nursery: Nursery) -> None:
     dies = "import heloco.cli.join as joining, os; joining.train = lambda *_: os.abort()"
-    result = heloco_with(f"{IMPATIENT}\n{dies}", "join", "https://127.0.0.1:9")
-    assert result.returncode == 2 and result.stdout.count("it is started again") == RESTART_LIMIT, result
+    result = nursery.run("join", "https://127.0.0.1:9", patch=f"{IMPATIENT}\n{dies}")
+    assert result.code == 2 and result.out.count("it is started again") == RESTART_LIMIT, result
     sentence = f"The worker was killed by SIGABRT, {RESTART_LIMIT + 1} times without a round in between.\n"
-    assert result.stderr.endswith(f"heloco: {sentence}"), result.stderr
+    assert result.err.endswith(f"heloco: {sentence}"), result.err
 
 
-def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
+def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, nursery: Nursery) -> None:
     full = """
         import heloco.cluster.server.process as process, errno
         def full(*_): raise OSError(errno.ENOSPC, "No space left on device")
         process.raise_descriptor_limit = full
     """
-    result = heloco_with(textwrap.dedent(full), *NEW, tmp_path / "run")
-    assert result.returncode == 1 and "No space left on device" in result.stderr and AGAIN not in result.stdout
+    result = nursery.run(*NEW, tmp_path / "run", patch=full)
+    assert result.code == 1 and "No space left on device" in result.err and AGAIN not in result.out
 
 
 def test_all_that_a_child_needs_is_imported_ahead(tmp_path: Path, cache: Path) -> None:  # noqa: ARG001
@@ -234,7 +228,9 @@ def test_all_that_a_child_needs_is_imported_ahead(tmp_path: Path, cache: Path) -
         serving.carry_on = counted
     """
     few = ("--min-workers", "1", "--give-up-after-s", "0.1")
-    result = heloco_with(patch, *NEW, tmp_path / "run", *few)
+    code = f"{textwrap.dedent(patch)}\nfrom heloco.cli.main import main\nmain()"
+    command = [sys.executable, "-c", code, *NEW, str(tmp_path / "run"), *few]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=90, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert result.returncode == 2 and "0 of at least 1 machines are here" in result.stderr, result
     late = re.search(r"^IMPORTED(.*)$", result.stdout, re.M)
     assert late and len(late[1].split()) < 12 and "heloco" not in late[1], late and late[1]

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import os
+import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 
 from heloco.cli.main import run
 from support.nursery import Fault, KillAtEvent
+from support.programs import Program
 from support.runs import TINY, Done, assert_refused, checkpoints, digests, evals, heloco, outcome, tape, train, write_text
 
 OFTEN = ("--checkpoint-every", "3", "--eval-every", "2")
@@ -154,33 +153,22 @@ def test_killed_again_and_again_it_resumes_to_the_bit(tmp_path, nursery, unbroke
     assert_resumes_to(unbroken(*OFTEN), folder)
 
 
-def start_process(*arguments: str | Path, **options: object) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
-def signal_at_line(process: subprocess.Popen[str], start: str, number: int) -> tuple[int, str, str]:
-    """Sends the signal when the process has printed a line that starts so; (exit code, what it printed after it, its stderr)."""
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith(start):
-            process.send_signal(number)
-            break
-    else:
-        pytest.fail(f"the process ended without a line {start!r}")
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+def signal_at_line(program: Program, start: str, number: int) -> Done:
+    """Sends the signal when the process has printed a line that starts so, and waits for its end."""
+    program.said(f"(?m)^{re.escape(start)}")
+    program.process.send_signal(number)
+    return program.end()
 
 
 ENDLESS = ("--arrivals", "100000", "--schedule-steps", "10", "--checkpoint-every", "3", "--eval-every", "1")
 
 
-def test_a_real_process_killed_from_outside_goes_on_as_if_nothing_had_happened(tmp_path):
+def test_a_real_process_killed_from_outside_goes_on_as_if_nothing_had_happened(tmp_path, programs):
     """The two processes are killed wherever they happen to be; what they had durable is compared with a run that was not."""
     folder, settings = tmp_path / "run", (*TINY, *ENDLESS)
-    assert signal_at_line(start_process("train", *settings, "--out", folder), "arrival     11/", signal.SIGKILL)[0] == -9
-    assert signal_at_line(start_process("resume", folder), "arrival     20/", signal.SIGKILL)[0] == -9
+    killed_run = signal_at_line(programs.heloco("train", *settings, "--out", folder), "arrival     11/", signal.SIGKILL)
+    killed_again = signal_at_line(programs.heloco("resume", folder), "arrival     20/", signal.SIGKILL)
+    assert killed_run.code == killed_again.code == -signal.SIGKILL
     arrivals = len(tape(folder))
     assert arrivals >= 20
     # the same config but for where it ends: the tape must be the same as far as both go
@@ -245,14 +233,13 @@ def test_ctrl_c_while_the_run_is_being_prepared_leaves_no_folder(tmp_path, nurse
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_real_process_stops_at_a_signal_from_outside(number, tmp_path):
+def test_a_real_process_stops_at_a_signal_from_outside(number, tmp_path, programs):
     folder = tmp_path / "run"
-    process = start_process("train", *TINY, *ENDLESS, "--out", folder)
-    code, out, err = signal_at_line(process, "arrival      5/", number)
-    assert (code, err.strip()) == (128 + number, "")
-    assert out.splitlines()[-1].endswith(f"checkpointed. `heloco resume {folder}` goes on.")
+    result = signal_at_line(programs.heloco("train", *TINY, *ENDLESS, "--out", folder), "arrival      5/", number)
+    assert (result.code, result.err.strip()) == (128 + number, "")
     arrivals = len(tape(folder))
-    assert out.splitlines()[-1].startswith(f"Stopped at arrival {arrivals}, ")
+    sentence = f"Stopped at arrival {arrivals}, checkpointed. `heloco resume {folder}` goes on."
+    assert result.out.splitlines()[-1] == sentence
     assert checkpoints(folder)[-1].name == f"arrival-{arrivals:08d}"
 
 

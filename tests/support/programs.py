@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.places import children_of
+from support.nursery import ForkedProcess, Nursery
 from support.runs import TINY_MODEL, Done, heloco, tape
 
 LIMIT_S = 90.0
@@ -38,16 +39,13 @@ def wait_until(condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S
     return value
 
 
+@dataclass(frozen=True)
 class Program:
     """A process whose words go to files."""
 
-    def __init__(self, folder: Path, name: str, command: list[str], **environment: str) -> None:
-        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
-        clean = {name: value for name, value in os.environ.items() if name not in ("HELOCO_TOKEN", "HELOCO_ADDRESS")}
-        with self.out.open("wb") as out, self.err.open("wb") as err:
-            self.process = subprocess.Popen(
-                command, env=clean | {"OMP_NUM_THREADS": "1"} | environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err
-            )
+    process: "subprocess.Popen[bytes] | ForkedProcess"
+    out: Path
+    err: Path
 
     def said(self, pattern: str) -> re.Match[str]:
         """What it printed, once it has."""
@@ -115,18 +113,35 @@ class Served:
 
 
 class Programs:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, nursery: Nursery) -> None:
+        self.folder, self.nursery = folder, nursery
         self.programs: list[Program] = []
 
     def start(self, name: str, command: list[str], **environment: str) -> Program:
-        program = Program(self.folder, f"{len(self.programs)}-{name}", command, **environment)
-        self.programs.append(program)
-        return program
+        out, err = self._files(name)
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                command, env=_clean(environment), stdin=subprocess.DEVNULL, stdout=out_file, stderr=err_file
+            )
+        return self._keep(Program(process, out, err))
 
     def heloco(self, *arguments: str | Path, **environment: str) -> Program:
-        command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
-        return self.start(str(arguments[0]), command, **environment)
+        """Forked, unless it needs a library that is loaded before everything else."""
+        if "LD_PRELOAD" in os.environ:
+            return self.start(str(arguments[0]), [sys.executable, "-m", "heloco.cli", *map(str, arguments)], **environment)
+        out, err = self._files(str(arguments[0]))
+        process = self.nursery.start(*arguments, out=out, err=err, environment=_clean(environment), cwd=Path.cwd())
+        return self._keep(Program(process, out, err))
+
+    def _files(self, name: str) -> tuple[Path, Path]:
+        out, err = (self.folder / f"{len(self.programs)}-{name}.{ending}" for ending in ("out", "err"))
+        out.touch()
+        err.touch()
+        return out, err
+
+    def _keep(self, program: Program) -> Program:
+        self.programs.append(program)
+        return program
 
     def serve(self, run: Path, *settings: str, port: str = "0", config: Path | None = None) -> Served:
         """A new run, or the one in the folder."""
@@ -139,6 +154,11 @@ class Programs:
 
     def join(self, served: Served, *more: str) -> Program:
         return self.heloco("join", served.address, *more, HELOCO_TOKEN=served.token)
+
+
+def _clean(environment: dict[str, str]) -> dict[str, str]:
+    ours = {name: value for name, value in os.environ.items() if name not in ("HELOCO_TOKEN", "HELOCO_ADDRESS")}
+    return ours | {"OMP_NUM_THREADS": "1"} | environment
 
 
 def assert_whole(folder: Path, arrivals: int) -> None:

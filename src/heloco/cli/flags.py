@@ -6,18 +6,26 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any, NoReturn, get_args, get_origin
 
 from heloco.errors import UserError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with full sentences as errors."""
+    """argparse with full sentences as errors. `add_flags(parser)` is called when the parser is used: one of some twenty is."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, add_flags: "Callable[[Parser], None] | None" = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._add_flags = add_flags
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")  # `--paces -1,2` is a bad value, not a flag
+
+    def parse_known_args(self, *args: Any, **options: Any) -> Any:
+        if self._add_flags is not None:
+            self._add_flags(self)
+            self._add_flags = None
+        return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}. See `{self.prog} --help`.")
@@ -28,6 +36,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_all(self, arguments: list[str]) -> argparse.Namespace:
         """Like parse_args, but the error for an unknown option names the nearest option of the command."""
+        parsed: argparse.Namespace
         parsed, unknown = self.parse_known_args(arguments)
         if unknown:
             command: Parser = getattr(parsed, "parser", self)
@@ -39,6 +48,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
+@cache
 def field_docs(kind: type) -> dict[str, str]:
     """The string under each field of a dataclass."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body

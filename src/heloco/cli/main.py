@@ -61,34 +61,33 @@ def parser() -> Parser:
     top.add_argument("--version", action="version", version=f"heloco {heloco.__version__}")
     commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
 
-    def add(name: str, command: Callable[[argparse.Namespace], int], about: str) -> Parser:
-        parser: Parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+    def add(name: str, command: Callable[[argparse.Namespace], int], add_flags: Callable[[Parser], None], about: str) -> None:
+        parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False, add_flags=add_flags)
         parser.set_defaults(command=command, parser=parser)
-        return parser
 
-    add_train_flags(add("train", train, "Train one model with unequal workers under a virtual clock, on this machine."))
-    add_resume_flags(add("resume", resume, "Go on with a run that was stopped or killed."))
-    add_eval_flags(add("eval", evaluate, "Evaluate a run's model, on its own validation data or on other text."))
+    add("train", train, add_train_flags, "Train one model with unequal workers under a virtual clock, on this machine.")
+    add("resume", resume, add_resume_flags, "Go on with a run that was stopped or killed.")
+    add("eval", evaluate, add_eval_flags, "Evaluate a run's model, on its own validation data or on other text.")
     about = "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads."
-    add_export_flags(add("export", export, about))
-    add_schedule_flags(add("schedule", schedule, "Who would arrive when, without training."))
-    add_methods_flags(add("methods", methods, "The outer methods: equations and knobs."))
-    add_serve_flags(add("serve", serve, "A run on real machines: serves it to those that join, over Ray and HTTPS."))
-    add_join_flags(add("join", join, "Take part in a run with this machine, until it ends."))
-    add_status_flags(add("status", status, "How a run on real machines is doing."))
-    add_admin_flags(add("stop", stop_run, "Stop a run on real machines; what was done is saved."))
-    add_pause_flags(add("pause", pause, "Hand out no more rounds of a run on real machines, until `heloco unpause`."))
-    add_admin_flags(add("unpause", unpause, "Hand out rounds again."))
-    add_evict_flags(add("evict", evict, "Send a machine away from a run for good."))
-    add_tokens_flags(add("tokens", tokens, "List, make and revoke the tokens of a run on real machines."))
-    add_doctor_flags(add("doctor", doctor, "This machine's facts; with an address, whether it can take part in the run there."))
-    add_replay_flags(add("replay", replay, "Make a real run again from its journal, and compare."))
+    add("export", export, add_export_flags, about)
+    add("schedule", schedule, add_schedule_flags, "Who would arrive when, without training.")
+    add("methods", methods, add_methods_flags, "The outer methods: equations and knobs.")
+    add("serve", serve, add_serve_flags, "A run on real machines: serves it to those that join, over Ray and HTTPS.")
+    add("join", join, add_join_flags, "Take part in a run with this machine, until it ends.")
+    add("status", status, add_status_flags, "How a run on real machines is doing.")
+    add("stop", stop_run, add_admin_flags, "Stop a run on real machines; what was done is saved.")
+    add("pause", pause, add_pause_flags, "Hand out no more rounds of a run on real machines, until `heloco unpause`.")
+    add("unpause", unpause, add_admin_flags, "Hand out rounds again.")
+    add("evict", evict, add_evict_flags, "Send a machine away from a run for good.")
+    add("tokens", tokens, add_tokens_flags, "List, make and revoke the tokens of a run on real machines.")
+    add("doctor", doctor, add_doctor_flags, "This machine's facts; with an address, whether it can take part in the run there.")
+    add("replay", replay, add_replay_flags, "Make a real run again from its journal, and compare.")
     about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."
-    add_rollback_flags(add("rollback", rollback, about))
-    add_study_flags(add("study", study, "The paper's experiments, compared with its numbers: rows of paces × methods × seeds."))
-    add_report_flags(add("report", report, "Runs on one page to look at: a single HTML file with charts, for any browser."))
-    add_compare_flags(add("compare", compare, "Runs side by side at the same budget of tokens, and of time."))
-    add_watch_flags(add("watch", watch, "Runs that are still going, live in a browser, or in the terminal with --text."))
+    add("rollback", rollback, add_rollback_flags, about)
+    add("study", study, add_study_flags, "The paper's experiments, compared with its numbers: rows of paces × methods × seeds.")
+    add("report", report, add_report_flags, "Runs on one page to look at: a single HTML file with charts, for any browser.")
+    add("compare", compare, add_compare_flags, "Runs side by side at the same budget of tokens, and of time.")
+    add("watch", watch, add_watch_flags, "Runs that are still going, live in a browser, or in the terminal with --text.")
     return top
 
 
