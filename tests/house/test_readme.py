@@ -163,7 +163,7 @@ def test_every_study_has_the_rows_and_methods_that_are_asked_for(readme):
     assert named
     for parsed in named:
         rows, methods = split_names(parsed.rows, ";"), split_names(parsed.methods, ",")
-        assert grid(load_study(parsed.study), scale=parsed.scale, seeds=int(parsed.seeds), rows=rows, methods=methods)
+        assert grid(load_study(parsed.study), scale=parsed.scale, rows=rows, methods=methods)
 
 
 def test_a_study_of_ones_own_runs(readme, tmp_path):

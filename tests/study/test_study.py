@@ -157,6 +157,39 @@ def test_the_tables_show_the_papers_numbers_beside_ours(whole):
     assert f"{loss['mean']:.3f} ± {loss['spread']:.3f}" in line
 
 
+def test_rows_may_have_more_seeds_and_fewer_methods(tmp_path):
+    """Two tables of budgets; a row without the method that is compared with; T is when the slower of two methods ends."""
+    table = '[[tables]]\nkind = "budget"\ntitle = "{}"\nvariants = ["dylu"]\nagainst = ["{}"]\n'
+    own = TINY.replace("6, 6, 6] }", "6, 6, 6], seeds = 2 }").replace("1, 1, 1] }", "1, 1, 1], seeds = 1 }")
+    own = f"""
+first_seed = 5
+{own}
+alone = {{ paces = [2, 2, 2, 2, 2], seeds = 1 }}
+[methods]
+dylu = {{ method = "mla", steps = "dylu", inner_steps = 6, grace_s = 1 }}
+mla = {{ inner_steps = 6, rows = ["1,1,6,6,6", "1,1,1,1,1"] }}
+sync-nesterov = {{ inner_steps = 6, rows = ["1,1,6,6,6", "1,1,1,1,1"] }}
+{table.format("Asynchronous", "mla")}
+{table.format("Synchronous", "sync-nesterov")}
+"""
+    result = study(write_study(tmp_path, own, "own"), tmp_path / "results")
+    assert result.code == 0, result.err
+    results = numbers(tmp_path / "results", "own")
+    by = {(r["row"], r["method"], r["seed"]): r for r in results["records"]}
+    assert {(row, seed) for row, _, seed in by} == {("1,1,6,6,6", 5), ("1,1,6,6,6", 6), ("1,1,1,1,1", 5), ("alone", 5)}
+    for summary in results["summary"].values():
+        assert list(summary["rows"]) == ["1,1,6,6,6", "1,1,1,1,1"]
+        losses = [by[row, "dylu", 5]["loss"] for row in summary["rows"]]
+        mean = summary["mean over rows"]["loss"]["dylu"]
+        assert (mean["mean"], mean["n"]) == (pytest.approx(fmean(losses), abs=1e-5), 1)
+        assert [summary["rows"][row]["loss"]["dylu"]["n"] for row in summary["rows"]] == [2, 1]
+    for row in ("1,1,6,6,6", "1,1,1,1,1"):
+        ends = [by[row, method, 5]["time_s"] for method in ("dylu", "mla")]
+        assert by[row, "dylu", 5]["T"] == max(ends) and by[row, "dylu", 5]["loss at T"] == by[row, "dylu", 5]["loss"]
+    text = (tmp_path / "results" / "own" / "tables.md").read_text()
+    assert "n = 1 to 2 seeds" in text and "diverged" not in text
+
+
 # ---- resuming and sharing
 
 

@@ -9,6 +9,7 @@ import pytest
 from heloco.engine.local import Collector, LocalRun
 from heloco.engine.schedule import schedule, summarize
 from heloco.engine.simulation import Simulation
+from heloco.errors import UserError
 from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
@@ -32,6 +33,8 @@ RUNS = {
     "dropping": 12 * 3,
     "ablation": 3 * 16,
     "sensitivity": 22,
+    "recipe": 2 * (14 + 1) + 5 * 13 + 6 * 4,
+    "scale": 8 * 5,
 }
 """Distinct runs of one seed."""
 
@@ -89,12 +92,29 @@ def test_evaluations_are_under_a_twentieth_of_what_a_study_adds():
         )
         assert evaluations * 60 / 100 <= 0.05 * sum(map(total_steps, added.values()))
         for config in added.values():
-            assert config.run.arrivals % config.run.eval_every == 0
-            assert config.outer.method == "sync-nesterov" or config.run.arrivals / config.run.eval_every <= 15
+            assert config.rounds.steps == "dylu" or config.run.arrivals % config.run.eval_every == 0
+            assert config.outer.method == "sync-nesterov" or config.run.arrivals / config.run.eval_every <= (
+                22 if name == "scale" else 16
+            )
 
 
 def test_the_grid_is_in_the_order_of_the_seeds():
     assert [place.seed for place in grid(load_study("flexible"), scale="small", seeds=3)] == [0] * 13 + [1] * 13 + [2] * 13
+
+
+def test_a_study_has_its_own_first_seed_and_rows_with_more_seeds(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text(
+        'like = "table1"\nfirst_seed = 7\n[rows]\na = { seeds = 4 }\nb = { paces = [1, 1, 2, 2, 2] }\n[methods]\nmla = {}'
+    )
+    study = load_study(str(path))
+    assert [(place.row, place.seed) for place in grid(study, scale="small")] == [
+        ("a", 7), ("b", 7), ("a", 8), ("b", 8), ("a", 9), ("b", 9), ("a", 10),
+    ]  # fmt: skip
+    assert [(place.row, place.seed) for place in grid(study, scale="small", seeds=1)] == [("a", 7), ("b", 7)]
+    path.write_text('like = "table1"\n[rows]\na = { seeds = 0 }\n')
+    with pytest.raises(UserError, match=r"own.toml: seeds of 'a' must be a whole number ≥ 1"):
+        load_study(str(path))
 
 
 # ---- the paper's numbers

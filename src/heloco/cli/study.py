@@ -24,7 +24,7 @@ def add_study_flags(parser: Parser) -> None:
     add("--data", "DIR", "a folder of text with a file or sub-folder per language, or hf:DATASET [small: builtin]")
     add("--tokenizer", "TEXT", "bytes, gpt2, or the path of a tokenizer.json [gpt2; small: bytes]")
     add("--languages", "X,X,…", "which sources of the data, in the workers' order [all]")
-    add("--seeds", "N", "how many seeds, from 0 on [3]", default="3")
+    add("--seeds", "N", "how many seeds [as the study says: 3, and more for some rows]")
     add("--rows", "X;X;…", 'only these rows: "1,6,6,6,6;1,1,1,1,1", or the flag repeated [all]', action="append")
     add("--methods", "X,X,…", "only these methods [all]", action="append")
     add("--out", "DIR", "where results and finished runs are kept [results; small: results-small]", type=Path)
@@ -71,7 +71,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
         return make_plan(
             chosen,
             scale=parsed.scale,
-            seeds=whole_number("seeds", parsed.seeds),
+            seeds=None if parsed.seeds is None else whole_number("seeds", parsed.seeds),
             rows=split_names(parsed.rows, ";"),
             methods=split_names(parsed.methods, ","),
             settings=settings,

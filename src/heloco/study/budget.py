@@ -1,7 +1,7 @@
 """The paper's Table 1: losses after equal tokens, gains of HeLoCo over each method there and at equal virtual time.
 
-gain over X = 100 · (L_X − L_HeLoCo) / L_X, in %. At equal time both are taken at T, when the row's asynchronous runs end; a
-barrier's loss is then that after its last round finished by T.
+gain over X = 100 · (L_X − L_HeLoCo) / L_X, in %. At equal time both are taken at T, when the last of the row's asynchronous
+runs ends; a barrier's loss is then that after its last round finished by T.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,20 @@ class Budget:
     variants: list[str]
     against: list[str]
     times_s: dict[str, float]
+    """T of each row that has all of these methods."""
 
     @property
     def rows(self) -> list[str]:
-        return self.results.rows
+        return list(self.times_s)
 
     def losses(self, row: str, method: str, at_time: bool = False) -> list[float | None]:
-        """One per seed; None where the run diverged or the study has none."""
-        shown = [self.results.shown.get((row, method, seed)) for seed in self.results.seeds]
+        """One per seed of the row; None where the run diverged or the study has none."""
+        shown = [self.results.shown.get((row, method, seed)) for seed in self.results.seeds_of(row)]
         return [None if one is None else one.loss_at(self.times_s[row]) if at_time else one.final() for one in shown]
 
     def mean_losses(self, method: str, at_time: bool = False) -> list[float | None]:
-        """Per seed the mean over the rows; None where one of them has none."""
-        by_seed = zip(*(self.losses(row, method, at_time) for row in self.rows), strict=True)
+        """For each seed that all rows have, the mean over the rows; None where one of them has none."""
+        by_seed = zip(*(self.losses(row, method, at_time) for row in self.rows), strict=False)
         return [None if None in losses else fmean(v for v in losses if v is not None) for losses in by_seed]
 
     def gain(self, row: str | None, variant: str, other: str, at_time: bool = False) -> Stat | None:
@@ -60,7 +61,8 @@ def percent(loss: float | None, other: float | None) -> float | None:
 def budget_of(results: Results, spec: TableSpec) -> Budget:
     """What there is to compare: a part of the study may lack some of it."""
     variants, against = ([m for m in names if m in results.methods] for names in (spec.variants, spec.against))
-    times = {row: row_time(results.study, results.scale, row) for row in results.rows}
+    whole = [row for row in results.rows if all(results.at(row, method) for method in (*variants, *against))]
+    times = {row: results.time_of(row) for row in whole}
     return Budget(results, variants, against, times)
 
 
@@ -224,5 +226,5 @@ def budget_summary(results: Results, spec: TableSpec) -> dict[str, Any]:
 
 def losses_at_row_times(results: Results) -> dict[tuple[str, str, int], dict[str, float | None]]:
     """For each (row, method, seed): the row's T, and the loss then."""
-    times = {row: row_time(results.study, results.scale, row) for row in results.rows}
+    times = {row: results.time_of(row) for row in results.rows}
     return {name: {"T": times[name[0]], "loss at T": shown.loss_at(times[name[0]])} for name, shown in results.shown.items()}

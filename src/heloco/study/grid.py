@@ -47,13 +47,14 @@ def grid(
     study: Study,
     *,
     scale: str,
-    seeds: int,
+    seeds: int | None = None,
     rows: Sequence[str] = (),
     methods: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> list[Place]:
-    """Every place, seed by seed. `settings` come over everything else: which data, for one."""
-    if seeds < 1:
+    """Every place, seed by seed. `seeds`: how many, in place of what each row says. `settings` come over everything else: which
+    data, for one."""
+    if seeds is not None and seeds < 1:
         raise UserError(f"seeds is {seeds}: a study needs at least one.")
     pairs = [
         (row, method)
@@ -64,10 +65,12 @@ def grid(
     if not pairs:
         raise UserError(f"{study.name} pairs none of these rows with any of these methods: leave out --rows or --methods.")
     places = [_place(study, scale, row, method, settings or {}) for row, method in pairs]
+    most = seeds or max(row.seeds for row, _ in pairs)
     return [
         replace(place, seed=seed, config=replace(place.config, run=replace(place.config.run, seed=seed)))
-        for seed in range(seeds)
+        for seed in range(study.first_seed, study.first_seed + most)
         for place in places
+        if seed < study.first_seed + (seeds or study.rows[place.row].seeds)
     ]
 
 

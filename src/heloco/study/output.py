@@ -126,13 +126,14 @@ def _manifest(results: Results, plan: Plan, files: Sequence[str]) -> dict[str, A
 
 
 def _numbers(results: Results) -> dict[str, Any]:
-    """The records; with a table of budgets also the loss at the row's T, and all that the table says."""
+    """The records; with a table of budgets also the loss at the row's T, and all that it says. Several: by their titles."""
     records, budgets = results.records(), [spec for spec in results.study.tables if spec.kind == "budget"]
     if not budgets:
         return {"records": records, "summary": results.summary()}
     at_times = losses_at_row_times(results)
     records = [record | at_times[record["row"], record["method"], record["seed"]] for record in records]
-    return {"records": records, "summary": budget_summary(results, budgets[0])}
+    summaries = {spec.title: budget_summary(results, spec) for spec in budgets}
+    return {"records": records, "summary": summaries if len(budgets) > 1 else summaries[budgets[0].title]}
 
 
 def _introduction(results: Results, plan: Plan) -> Text:

@@ -53,7 +53,7 @@ def make_plan(
     study: Study,
     *,
     scale: str = "paper",
-    seeds: int = 3,
+    seeds: int | None = None,
     rows: Sequence[str] = (),
     methods: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,

@@ -6,7 +6,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from heloco.methods import get_method
-from heloco.study.grid import Place
+from heloco.study.grid import Place, row_time
 from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import Study
 
@@ -88,6 +88,16 @@ class Results:
         self.measures = list(first.record.evals.sources[self.sources[0]])
         self.digests = sorted({shown.record.digest for shown in self.shown.values()})
 
+    def seeds_of(self, row: str) -> list[int]:
+        return sorted({seed for at_row, _, seed in self.shown if at_row == row})
+
+    def time_of(self, row: str) -> float:
+        """T of a row: the virtual time when the last of its asynchronous runs ends."""
+        ends = [
+            shown.time_s for name, shown in self.shown.items() if name[0] == row and shown.record.finished and not shown.waits
+        ]
+        return max(ends) if ends else row_time(self.study, self.scale, row)
+
     def at(self, row: str, method: str) -> list[Shown]:
         """The runs of a place of the table, one per seed; none where the study does not pair the two."""
         return [self.shown[row, method, seed] for seed in self.seeds if (row, method, seed) in self.shown]
@@ -105,9 +115,10 @@ class Results:
         return any(name[1] == method and shown.waits for name, shown in self.shown.items())
 
     def note_on_seeds(self) -> str:
-        count = len(self.seeds)
-        if count == 1:
+        fewest, most = (pick(len(self.seeds_of(row)) for row in self.rows) for pick in (min, max))
+        if most == 1:
             return "One seed: differences under about 1 % may be noise."
+        count = f"{most}" if fewest == most else f"{fewest} to {most}"
         return f"Mean ± sample standard deviation over n = {count} seeds."
 
     def records(self) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
 """A study as data: one TOML file with its settings, its grid of rows and methods, the paper's numbers and what to show.
 
     title, about     what a reader sees first
+    first_seed       the first of its seeds [0]; the settings of a study that confirms something were chosen on seeds before it
     like             another study, whose settings, small scale, rows, methods and paper this one takes where it has none itself
     [settings]       fields of a run's config, over the recipe `paper`
     [small]          fields of a run's config at `--scale small`, over the settings
-    [rows]           NAME = { fields …, small = { fields … }, methods = [names it is paired with; all where left out] }
+    [rows]           NAME = { fields …, small = { fields … }, methods = [names it is paired with; all where left out],
+                     seeds = how many it has unless `--seeds` is given [3] }
     [methods]        NAME = { fields …, small = { fields … }, rows = [names it is paired with] }; `method` is NAME where left out
     [paper]          ROW = { loss = { METHOD = … }, source = { SOURCE = { METHOD = … } }, gain, time_gain, time_s }
     [[tables]]       see `TableSpec`
@@ -26,6 +28,7 @@ from heloco.errors import UserError, nearest
 Scale = Literal["paper", "small"]
 SCALES: tuple[str, ...] = get_args(Scale)
 Axis = Literal["rows", "methods", "sources"]
+SEEDS = 3
 PAPERS_NAME = {"heloco-ramp": "heloco"}
 """The paper has one HeLoCo: its numbers stand next to both variants."""
 
@@ -39,6 +42,8 @@ class Part:
     small: Mapping[str, Any]
     only: tuple[str, ...]
     """The methods (of a row) or rows (of a method) it is paired with; empty: all."""
+    seeds: int = SEEDS
+    """How many seeds a row has."""
 
     def at(self, scale: str) -> dict[str, Any]:
         return {**self.settings, **(self.small if scale == "small" else {})}
@@ -92,6 +97,7 @@ class Study:
     paper: Mapping[str, Any]
     tables: Sequence[TableSpec]
     figures: Sequence[FigureSpec]
+    first_seed: int = 0
 
     def paper_number(self, row: str, *keys: str) -> float | None:
         """The paper's number at [paper.ROW] under these keys, if it has one."""
@@ -122,18 +128,23 @@ def load_study(name: str) -> Study:
     return _study(name, resources.files(__package__).joinpath(f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
 
 
+KEYS: dict[str, type] = {
+    "title": str, "about": str, "like": str, "first_seed": int, "settings": dict, "small": dict, "rows": dict, "methods": dict,
+    "paper": dict, "tables": list, "figures": list,
+}  # fmt: skip
+KIND_NAMES = {str: "text", int: "whole number", dict: "table", list: "list"}
+
+
 def _study(name: str, text: str, where: str) -> Study:
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} is not valid TOML ({error}): fix that line.") from error
-    keys = ("title", "about", "like", "settings", "small", "rows", "methods", "paper", "tables", "figures")
     for key, value in document.items():
-        if key not in keys:
-            raise UserError(f"{where}: a study has no {key!r}; {nearest(key, keys)}")
-        kind: type = str if key in keys[:3] else list if key in keys[-2:] else dict
-        if not isinstance(value, kind):
-            raise UserError(f"{where}: {key} must be a {'text' if kind is str else 'list' if kind is list else 'table'}.")
+        if key not in KEYS:
+            raise UserError(f"{where}: a study has no {key!r}; {nearest(key, list(KEYS))}")
+        if not isinstance(value, KEYS[key]):
+            raise UserError(f"{where}: {key} must be a {KIND_NAMES[KEYS[key]]}.")
     base = load_study(document["like"]) if "like" in document else None
     study = Study(
         name,
@@ -146,6 +157,7 @@ def _study(name: str, text: str, where: str) -> Study:
         document.get("paper", base.paper if base else {}),
         [_built(TableSpec, entries, f"{where}: a table") for entries in document.get("tables", [])],
         [_built(FigureSpec, entries, f"{where}: a figure") for entries in document.get("figures", [])],
+        document.get("first_seed", 0),
     )
     _check_names(study, where)
     return study
@@ -156,10 +168,13 @@ def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, Part
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("small", {}), dict):
             raise UserError(f"{where}: {name!r} must be a table of settings.")
-        settings = {key: value for key, value in entry.items() if key not in ("small", partners)}
+        seeds = entry.get("seeds", SEEDS)
+        if not isinstance(seeds, int) or seeds < 1:
+            raise UserError(f"{where}: seeds of {name!r} must be a whole number ≥ 1.")
+        settings = {key: value for key, value in entry.items() if key not in ("small", "seeds", partners)}
         if partners == "rows":
             settings.setdefault("method", name)
-        parts[name] = Part(name, settings, entry.get("small", {}), tuple(entry.get(partners, ())))
+        parts[name] = Part(name, settings, entry.get("small", {}), tuple(entry.get(partners, ())), seeds)
     return parts
 
 
