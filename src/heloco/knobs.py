@@ -44,7 +44,8 @@ def _contains(interval: str, value: float) -> bool:
 def declared_knobs(declaration: Any, **defaults: Any) -> dict[str, Knob]:
     """The knobs of a TypedDict such as `outer.constants.MomentumKnobs`; `defaults` take the place of declared ones."""
     hints = get_type_hints(declaration, include_extras=True)
-    return {name: replace(_knob(name, hint), **_default(name, defaults)) for name, hint in hints.items()}
+    knobs = {name: _knob(name, hint) for name, hint in hints.items()}
+    return knobs | {name: replace(knobs[name], default=value) for name, value in defaults.items() if name in knobs}
 
 
 def knobs_of_signature(function: Callable[..., Any], skipped: tuple[str, ...] = ()) -> dict[str, Knob]:
@@ -58,17 +59,13 @@ def knobs_of_signature(function: Callable[..., Any], skipped: tuple[str, ...] = 
     return {name: replace(_knob(name, hints.get(name, type(p.default))), default=p.default) for name, p in named.items()}
 
 
-def _default(name: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {"default": defaults[name]} if name in defaults else {}
-
-
 def _knob(name: str, hint: Any) -> Knob:
     kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     knob = next((item for item in metadata if isinstance(item, Knob)), Knob(None))
     return replace(knob, name=name, kind=kind)
 
 
-def filled(knobs: Knobs, given: Mapping[str, Any]) -> dict[str, Any]:
+def filled(knobs: Knobs, given: Mapping[str, object]) -> dict[str, object]:
     """A value for each knob: the given ones, and defaults. Refuses names that are no knob, and values outside their range."""
     for name, value in given.items():
         if name not in knobs:

@@ -18,7 +18,7 @@ class Method:
     name: str
     rule: type[OuterOptimizer]
     """An optimizer class, or a function of one block: (θ, m, Δ, ρ, knobs) -> (θ, m)."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     """Values of knobs where they differ from the rule's defaults."""
     weight: str = "base"
     """The arrival weight that the rule is used with, unless `--weight` names another."""
@@ -48,7 +48,7 @@ class Method:
             if name not in knobs:
                 raise UserError(f"{self.name} has no knob {name!r}; {nearest(name, list(knobs))}")
 
-    def knobs(self) -> dict[str, Any]:
+    def knobs(self) -> dict[str, object]:
         """Every knob of the rule with its value in this method."""
         return {**{name: knob.default for name, knob in self.rule.knobs.items()}, **self.options}
 
@@ -136,7 +136,7 @@ def register_method(
     name: str,
     rule: Any,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     weight: str = "base",
     barrier: bool = False,
     about: str = "",

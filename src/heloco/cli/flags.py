@@ -8,9 +8,12 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection
 from functools import cache
-from typing import Any, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from heloco.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from heloco.run.config import Settings
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +91,7 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         )
 
 
-def given_fields(parsed: argparse.Namespace) -> dict[str, Any]:
+def given_fields(parsed: argparse.Namespace) -> "Settings":
     """Config fields that were set by flags."""
     return {key.removeprefix("config."): value for key, value in vars(parsed).items() if key.startswith("config.")}
 

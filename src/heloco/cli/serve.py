@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from heloco.cli.flags import Parser, add_config_flags, given_fields
 from heloco.errors import RunStopped, UserError
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from heloco.cluster.protocol.messages import Right, Status
     from heloco.cluster.server.process import ListenConfig, ServeSpec
     from heloco.run import RunConfig
+    from heloco.run.config import Settings
 
 FAREWELL_S = 15.0
 LINGER_S = 1.2
@@ -116,7 +117,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
         changes = {name: value for name, value in flags.items() if sections[name] == "cluster"}
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
-        return ServeSpec(str(parsed.run), "", cluster, flags.get("data"), listen)
+        return ServeSpec(str(parsed.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
     seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
@@ -126,15 +127,16 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
 
-def with_seats(values: dict[str, Any], count: int) -> dict[str, Any]:
+def with_seats(values: "Settings", count: int) -> "Settings":
     """The values of a run on real machines, which have their own paces: only the number of workers is set.
 
     `count`: the number of workers if the config does not set it; 0: as many as in a simulation."""
     if "paces" in values:
         return values  # refused later unless all are 1
     from heloco.run import RunConfig
+    from heloco.run.values import convert
 
-    workers = int(values.get("workers") or count or len(RunConfig().rounds.paces))
+    workers = convert("workers", values.get("workers") or count or len(RunConfig().rounds.paces), int)
     return {**values, "paces": [1.0] * workers, "workers": 0}
 
 

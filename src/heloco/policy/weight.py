@@ -194,5 +194,5 @@ def weight_knobs(name: str) -> dict[str, Knob]:
     return knobs_of_signature(weight) if isinstance(weight, type) else {}
 
 
-def make_weight(name: str, **options: float) -> Weight:
+def make_weight(name: str, **options: object) -> Weight:
     return WEIGHTS.find(name)(**options)

@@ -5,7 +5,7 @@ mirror can be added when a run is resumed.
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -56,7 +56,7 @@ class Mirroring:
 class TensorBoard:
     """Event files in the run's folder: `tensorboard --logdir RUN`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:  # noqa: ARG002
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:  # noqa: ARG002
         from tensorboard.summary import Writer
 
         self._writer = Writer(str(folder / "tensorboard"))
@@ -72,12 +72,12 @@ class TensorBoard:
 class WandB:
     """Weights & Biases, in whatever mode its own settings say; files of its own in the run's folder."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         import wandb
 
         quiet = wandb.Settings(silent=True)
         self._run = wandb.init(
-            project="heloco", name=folder.name, dir=str(folder), config=config, reinit="create_new", settings=quiet
+            project="heloco", name=folder.name, dir=str(folder), config=dict(config), reinit="create_new", settings=quiet
         )
 
     def log(self, numbers: Numbers, step: int) -> None:
@@ -90,7 +90,7 @@ class WandB:
 class Trackio:
     """Trackio's database on this machine: `trackio show`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         import trackio
 
         self._trackio: Any = trackio
@@ -103,7 +103,11 @@ class Trackio:
         self._trackio.finish()
 
 
-MIRRORS: dict[str, Callable[[Path, dict[str, Any]], Mirror]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+MIRRORS: dict[str, Callable[[Path, Mapping[str, object]], Mirror]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WandB,
+    "trackio": Trackio,
+}
 
 
 def check_mirrors(names: Sequence[str]) -> None:
@@ -116,7 +120,7 @@ def check_mirrors(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def mirroring(names: Sequence[str], folder: Path, config: dict[str, Any]) -> Iterator[list[Any]]:
+def mirroring(names: Sequence[str], folder: Path, config: Mapping[str, object]) -> Iterator[list[Any]]:
     """Observers for these mirrors, closed at the end whatever happens."""
     check_mirrors(names)
     with ExitStack() as stack:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal, get_type_hints
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions
@@ -78,7 +78,7 @@ class RoundsConfig:
 class OuterConfig:
     method: str = "heloco-ramp"
     """The outer method; `heloco methods` lists them with their knobs."""
-    knobs: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, object] = field(default_factory=dict)
     """The rule's knobs that were given, by the names of their settings; once resolved, all of them. So are the options of an
     arrival weight of the user's own. In TOML and as flags they stand among the other settings."""
     weight: str | None = None
@@ -161,14 +161,17 @@ class RunConfig:
         return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
 
 
-PAPER: dict[str, Any] = {
+Settings = dict[str, object]
+"""Settings by name, as flags, TOML files or Python give them: `with_fields` checks and converts them."""
+
+PAPER: Settings = {
     "preset": "paper", "tokenizer": "gpt2", "inner_steps": 80, "arrivals": 300, "batch_size": 2,
     "lr": 2e-4, "lr_min": 1e-6, "eval_every": 30, "checkpoint_every": 60, "eval_windows": 128, "norm_limit": "off",
 }  # fmt: skip
 """The paper's setting, over the defaults: `heloco train --recipe paper`. Studies are over it too."""
-RECIPES: dict[str, dict[str, Any]] = {"default": {}, "paper": PAPER}
+RECIPES: dict[str, Settings] = {"default": {}, "paper": PAPER}
 
-SECTIONS: dict[str, Any] = {section.name: section.type for section in fields(RunConfig)}
+SECTIONS: dict[str, type] = get_type_hints(RunConfig)
 FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind) if f.name != "knobs"}
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix. Knobs: see `settings.py`."""
 
@@ -185,8 +188,6 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "method": ("weight", *WEIGHT_FIELDS),
 }
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes. A method decides knobs too."""
-WRITTEN_BEFORE: dict[str, Any] = {"norm_limit": "off"}
-"""What an effective config means that has no such setting: it was written by a version without it."""
 YOUNGER = ("weight_correlation", "second_moment", "inner_momentum")
 """Settings that came after runs were kept, and are unset where they are not used."""
 
@@ -209,7 +210,7 @@ _SETTINGS_OF_FIRST_RULES = {knob_setting(name): None for rule in (HeLoCoKnobs, D
 """Digests have held these from the first, as null where they are unset."""
 
 
-def by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
+def by_section(config: RunConfig) -> dict[str, Settings]:
     """All settings by section and name; None: unset."""
     sections = asdict(config)
     knobs = sections["outer"].pop("knobs")
@@ -217,13 +218,13 @@ def by_section(config: RunConfig) -> dict[str, dict[str, Any]]:
     return sections
 
 
-def outer_knobs(config: OuterConfig) -> dict[str, Any]:
+def outer_knobs(config: OuterConfig) -> Settings:
     """The rule's knobs that were given, by the rule's own names."""
     knobs = {knob_setting(name): name for name in (s.removeprefix("outer_") for s in config.knobs)}
     return {knobs.get(name, name): value for name, value in config.knobs.items() if not name.startswith("weight_")}
 
 
-def weight_options(config: OuterConfig) -> dict[str, Any]:
+def weight_options(config: OuterConfig) -> Settings:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     knobs = weight_knobs(weight)

@@ -6,7 +6,7 @@ with an installed package. Rules declare their knobs (`outer/constants.py`), and
 
 import json
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,7 +16,7 @@ from heloco.knobs import Knob
 from heloco.methods import METHODS
 from heloco.policy import SHARD_POLICIES, WEIGHTS, weight_knobs
 from heloco.registry import Registry
-from heloco.run.config import DERIVED, FIELDS, SECTIONS, WRITTEN_BEFORE, RunConfig, by_section, knob_setting
+from heloco.run.config import DERIVED, FIELDS, SECTIONS, RunConfig, Settings, by_section, knob_setting
 from heloco.run.values import convert
 from heloco.task import BUILT_IN_TASKS, TASKS
 
@@ -49,12 +49,12 @@ def setting_sections() -> dict[str, str]:
     return FIELDS | dict.fromkeys(knob_settings(), "outer")
 
 
-def setting_types() -> dict[str, Any]:
+def setting_types() -> dict[str, Any]:  # types and unions of types
     hints = {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items() if name in FIELDS}
     return hints | {name: knob.kind for name, knob in knob_settings().items()}
 
 
-def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
+def with_fields(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     """The config with settings replaced by name, whatever section they are in."""
     types = setting_types()
     for name in values:
@@ -74,7 +74,7 @@ def with_fields(config: RunConfig, values: dict[str, Any]) -> RunConfig:
 # ---- TOML
 
 
-def read_toml(path: Path, overridden: Collection[str] = (), *, for_task: bool = False) -> dict[str, Any]:
+def read_toml(path: Path, overridden: Collection[str] = (), *, for_task: bool = False) -> Settings:
     """The settings of a TOML file with the sections of RunConfig.
 
     A run's own config.toml is effective: it also holds what was derived from other settings. What was derived from a setting that
@@ -94,13 +94,13 @@ def read_toml(path: Path, overridden: Collection[str] = (), *, for_task: bool = 
     return parse_toml(text, str(path), overridden, for_task=for_task)
 
 
-def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_task: bool = False) -> dict[str, Any]:
+def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_task: bool = False) -> Settings:
     """As `read_toml`, of TOML text; `path` is what it is called where it is wrong."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is not valid TOML ({error}): fix that line.") from error
-    values: dict[str, Any] = {}
+    values: Settings = {}
     is_effective = document.pop("effective", False) is True
     sections = setting_sections()
     for section, entries in document.items():
@@ -115,10 +115,10 @@ def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_ta
                 settings = [each for each, of_setting in sections.items() if of_setting == section]
                 raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, settings)}")
             values[name] = value
-    return without_derived(WRITTEN_BEFORE | values, overridden) if is_effective else values
+    return without_derived(values, overridden) if is_effective else values
 
 
-def without_derived(values: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+def without_derived(values: Settings, given: Collection[str]) -> Settings:
     """The values that are not derived from something that was given."""
     stale = {derived for name in given for derived in DERIVED.get(name, ())}
     stale |= knob_settings().keys() if "method" in given else set()
@@ -135,5 +135,5 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")  # the one that JSON leaves as it is

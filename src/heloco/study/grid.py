@@ -4,14 +4,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any
 
 from heloco.engine.schedule import schedule
 from heloco.errors import UserError, nearest
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import RECIPES, by_section, unused_settings
+from heloco.run.config import RECIPES, Settings, by_section, unused_settings
+from heloco.run.values import convert
 from heloco.study.spec import Part, Study
 
 FORMAT = 1
@@ -50,7 +50,7 @@ def grid(
     seeds: int | None = None,
     rows: Sequence[str] = (),
     methods: Sequence[str] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
 ) -> list[Place]:
     """Every place, seed by seed. `seeds`: how many, in place of what each row says. `settings` come over everything else: which
     data, for one."""
@@ -82,24 +82,30 @@ def picked(parts: Mapping[str, Part], asked: Sequence[str], what: str, study: St
     return [part for name, part in parts.items() if not asked or name in asked]
 
 
-def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, Any]) -> Place:
+def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, object]) -> Place:
     values = {**_settings(study, scale), **row.at(scale), **method.at(scale), **settings}
     config = _resolved(values)
     run, stretch = once_for_all_paces(config, every_round="eval_every" not in method.at(scale))
-    sources = len(values.get("paces", config.rounds.paces))
+    sources = len(_paces(values))
     return Place(row.name, method.name, 0, _without_idle_settings(run), tuple(config.rounds.paces), sources, stretch)
 
 
-def _settings(study: Study, scale: str) -> dict[str, Any]:
+def _settings(study: Study, scale: str) -> Settings:
     return {**RECIPES["paper"], **study.settings, **(study.small if scale == "small" else {})}
 
 
-def _resolved(values: Mapping[str, Any]) -> RunConfig:
-    workers, pattern = values.get("workers", 0), values.get("paces", RunConfig().rounds.paces)
+def _resolved(values: Settings) -> RunConfig:
+    workers, pattern = convert("workers", values.get("workers", 0), int), _paces(values)
     repeated = {"paces": [pattern[i % len(pattern)] for i in range(workers)]} if workers else {}
     fields = {name: value for name, value in values.items() if name != EQUAL_STEPS}
     config = resolve(with_fields(RunConfig(), {**fields, **repeated}))
     return _with_equal_steps(config) if values.get(EQUAL_STEPS) else config
+
+
+def _paces(values: Settings) -> list[float]:
+    """The pattern, before it is repeated."""
+    paces: list[float] = convert("paces", values.get("paces", RunConfig().rounds.paces), list[float])
+    return paces
 
 
 def _with_equal_steps(config: RunConfig) -> RunConfig:
@@ -155,7 +161,7 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
 # ---- what identifies a run, and what it costs
 
 
-def deciding_settings(config: RunConfig) -> dict[str, Any]:
+def deciding_settings(config: RunConfig) -> Settings:
     """The settings that decide what a run does, by name."""
     sections = [values for section, values in by_section(config).items() if section != "cluster"]
     settings = {name: value for section in sections for name, value in section.items() if name not in APART}

@@ -3,7 +3,7 @@
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -13,6 +13,7 @@ from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
+from heloco.run.config import Settings
 from heloco.study.grid import FORMAT, deciding_settings, digest
 
 Numbers = list[float | None]
@@ -43,7 +44,7 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     digest: str
     task: str
     """The data's digest."""
-    settings: dict[str, Any]
+    settings: Settings
     verdict: Literal["finished", "diverged"]
     reason: str
     time_s: float

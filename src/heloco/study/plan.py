@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -56,7 +56,7 @@ def make_plan(
     seeds: int | None = None,
     rows: Sequence[str] = (),
     methods: Sequence[str] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     build_task: BuildTask = build_task_of,
 ) -> Plan:
     """The study's grid, or the part of it with these rows and methods, over `settings` such as data and tokenizer."""

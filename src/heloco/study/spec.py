@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from heloco.errors import UserError, nearest
+from heloco.run.config import Settings
 
 Scale = Literal["paper", "small"]
 SCALES: tuple[str, ...] = get_args(Scale)
@@ -38,14 +39,14 @@ class Part:
     """A row or a method of the grid."""
 
     name: str
-    settings: Mapping[str, Any]
-    small: Mapping[str, Any]
+    settings: Mapping[str, object]
+    small: Mapping[str, object]
     only: tuple[str, ...]
     """The methods (of a row) or rows (of a method) it is paired with; empty: all."""
     seeds: int = SEEDS
     """How many seeds a row has."""
 
-    def at(self, scale: str) -> dict[str, Any]:
+    def at(self, scale: str) -> Settings:
         return {**self.settings, **(self.small if scale == "small" else {})}
 
 
@@ -90,8 +91,8 @@ class Study:
     name: str
     title: str
     about: str
-    settings: Mapping[str, Any]
-    small: Mapping[str, Any]
+    settings: Mapping[str, object]
+    small: Mapping[str, object]
     rows: Mapping[str, Part]
     methods: Mapping[str, Part]
     paper: Mapping[str, Any]

@@ -32,7 +32,7 @@ def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
     values = parse_toml(info.config, "the run's config", for_task=True)
-    if local_settings.get("hf") and Path(values.get("tokenizer", "")).parent == Path(values.get("hf", "")):
+    if local_settings.get("hf") and Path(str(values.get("tokenizer", ""))).parent == Path(str(values.get("hf", ""))):
         values["tokenizer"] = ""  # the model's own
     values |= {"device": "auto"} | {name: value for name, value in local_settings.items() if value is not None}
     task, config = build_task(resolve(with_fields(RunConfig(), values)), progress)
