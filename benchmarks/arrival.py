@@ -171,7 +171,7 @@ class Memory(threading.Thread):
 
 
 def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> dict[str, Any]:
-    layout = Layout.of(blocks)
+    layout = Layout.from_tensors(blocks)
     ticket = link.join("bench", returning=None, layout=layout).ticket
     link.send_model(ticket, layout, blocks, [f"block {i}" for i in range(len(blocks))])
     joined = link.join("bench", returning=ticket, layout=layout)

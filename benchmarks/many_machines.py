@@ -27,9 +27,9 @@ REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 
 def machine(link: Any, name: str, over: threading.Event, arrivals: list[int]) -> None:
-    client = RunClient(link, name, layout=Layout.of(BLOCKS), tell=lambda _: None)
+    client = RunClient(link, name, layout=Layout.from_tensors(BLOCKS), tell=lambda _: None)
     if client.join().needs_model:
-        client.send_model(Layout.of(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
+        client.send_model(Layout.from_tensors(BLOCKS), BLOCKS, [f"block {i}" for i in range(len(BLOCKS))])
     while (answer := client.take(over.is_set)) is not None:
         client.hand_in(answer.key, DELTA, REPORT)
         arrivals.append(1)

@@ -25,7 +25,9 @@ def main(run: Path, out: Path) -> None:
     middle = len(tape) * 2 // 3
     console = Console(record=True, width=92, file=io.StringIO(), force_terminal=True)
     console.print("[b]$ heloco train[/]")
-    partial = summarize(RunSummary.of(facts), tape[:middle], [record for record in evaluations if record.arrival <= middle])
+    partial = summarize(
+        RunSummary.from_facts(facts), tape[:middle], [record for record in evaluations if record.arrival <= middle]
+    )
     console.print(Progress(partial, facts, len(tape), console).panel())
     for table in tables(read_summary(run, facts)):
         console.print(table)

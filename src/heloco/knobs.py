@@ -55,8 +55,8 @@ def knobs_of_signature(function: Callable[..., Any], skipped: tuple[str, ...] = 
     except NameError:  # a type that is imported for type checkers alone
         hints = {}
     parameters = inspect.signature(function).parameters.values()
-    named = {p.name: p for p in parameters if p.default is not p.empty and p.name not in skipped}
-    return {name: replace(_knob(name, hints.get(name, type(p.default))), default=p.default) for name, p in named.items()}
+    options = {p.name: p for p in parameters if p.default is not p.empty and p.name not in skipped}
+    return {name: replace(_knob(name, hints.get(name, type(p.default))), default=p.default) for name, p in options.items()}
 
 
 def _knob(name: str, hint: Any) -> Knob:

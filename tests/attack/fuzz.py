@@ -53,7 +53,7 @@ class Session:
         self.serving = serving
         self.recorder = Recorder(serving.port, serving.folder / "credentials", ENDING)
         self.link, self.viewer, self.admin = self._link("worker"), self._link("viewer"), self._link("admin")
-        self.layout, self.ticket = Layout.of(MODEL), Ticket(machine="nobody", secret="0" * 43)
+        self.layout, self.ticket = Layout.from_tensors(MODEL), Ticket(machine="nobody", secret="0" * 43)
         self.endpoints = endpoints(serving.folder.parent)
 
     def _link(self, right: Right) -> HttpsLink:

@@ -341,7 +341,7 @@ def test_a_large_model_is_evaluated_in_another_process_with_the_same_scores(tmp_
     tensors = blocks.name_start(model.parameters(), model.buffers())
     path = tmp_path / "model.safetensors"
     with path.open("wb", buffering=0) as file:
-        write(file, Layout.of(tensors), tensors)
+        write(file, Layout.from_tensors(tensors), tensors)
     scores, scorer = ScorerHere(task, torch.device("cpu"))(path), ScorerProcess(config)
     assert scorer(path) == scores
     pid = scorer.pid

@@ -223,15 +223,15 @@ def test_a_model_that_is_too_large_is_refused_before_a_byte_of_it_is_taken(tmp_p
     assert refused.value.code is Code.TOO_LARGE and "3.52e+04 GB" in refused.value.text
     assert not (tmp_path / "run" / "model.partial").exists()
     small = external_run(config(model_limit_gb=1e-7), tmp_path / "small", clock=clock)
-    link, ticket = bring(small, "m", Layout.of(model()))
+    link, ticket = bring(small, "m", Layout.from_tensors(model()))
     with pytest.raises(Refused) as refused:
-        link.send_model(ticket, Layout.of(model()), model(), NAMES)
+        link.send_model(ticket, Layout.from_tensors(model()), model(), NAMES)
     assert refused.value.code is Code.TOO_LARGE
 
 
 def test_who_begins_to_send_a_model_and_stops_gives_up_the_place(tmp_path, clock):
     service = external_run(config(**BEAT), tmp_path / "run", clock=clock)
-    layout = Layout.of(model())
+    layout = Layout.from_tensors(model())
     (_, slow), (link, quick) = bring(service, "slow", layout), bring(service, "quick", layout)
     upload = service.models.upload(slow, layout)
     upload.write(upload.begin(0), layout.header[:20])

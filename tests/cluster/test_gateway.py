@@ -826,7 +826,7 @@ def external(tmp_path: Path) -> Iterator[Served]:
 
 def test_a_model_comes_in_through_the_gateway_and_goes_on_where_it_was_cut(external, proxied):
     model = {"parameter.0": torch.randn(300, 100), "parameter.1": torch.randn(7), "buffer.0": torch.arange(3)}
-    layout = Layout.of(model)
+    layout = Layout.from_tensors(model)
     proxy = proxied(external.port, up=[50_000])
     member = RunClient(external.link(proxy.port), "m", layout=layout, tell=lambda _: None)
     assert member.join().needs_model

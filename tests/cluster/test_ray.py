@@ -188,7 +188,7 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
     synchronizer.begin(spec, 1)
     try:
         blocks = {"parameter.0": torch.arange(150_000.0) / 1e6}
-        layout = Layout.of(blocks)
+        layout = Layout.from_tensors(blocks)
         request = small_cluster.join_request("one", layout=layout.entries)
         ticket = synchronizer.join(request, None)[1].ticket
         references = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]

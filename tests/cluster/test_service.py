@@ -116,7 +116,7 @@ def test_what_is_not_this_machines_round_is_refused(tmp_path, clock):
     refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(99, 0, 0))
     refuses(Code.FUTURE, hand.hand_in, delta(1), RoundKey(worker, index, version + 1))
     refuses(Code.VERSION, service.members.join, join_request("m", version="9.9.9"))
-    other_model = Layout.of({"parameter.0": torch.zeros(2)}).entries
+    other_model = Layout.from_tensors({"parameter.0": torch.zeros(2)}).entries
     refuses(Code.LAYOUT, service.members.join, join_request("m", layout=other_model))
     assert state(service) == before
 
@@ -136,7 +136,7 @@ def test_wrong_bodies_are_refused_and_the_right_one_still_counts(tmp_path, clock
     hand = Hand(service, "m")
     hand.take()
     before, right = state(service), content_of(service, delta(1))
-    other = Layout.of({f"pseudo_gradient.{i}": torch.zeros(3) for i in range(2)})
+    other = Layout.from_tensors({f"pseudo_gradient.{i}": torch.zeros(3) for i in range(2)})
     refuses(Code.TOO_LONG, sent, service, hand, right + b"x")
     refuses(Code.LAYOUT, sent, service, hand, b"".join(pieces(other, [torch.zeros(3)] * 2)))
     refuses(Code.LAYOUT, sent, service, hand, b"\0" * len(right))
@@ -588,7 +588,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
 
 def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_path):
     service = external_run(config(), tmp_path / "run")
-    link, layout = LocalLink(service), Layout.of(model())
+    link, layout = LocalLink(service), Layout.from_tensors(model())
     refuses(Code.NO_MODEL, link.join, "m", returning=None, layout=None)
     join_answer = link.join("m", returning=None, layout=layout)
     assert join_answer.needs_model
@@ -597,7 +597,7 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
     refuses(Code.NOT_FINITE, link.send_model, join_answer.ticket, layout, bad, NAMES)
     link.send_model(join_answer.ticket, layout, model(), NAMES)
     refuses(Code.HAS_MODEL, link.send_model, join_answer.ticket, layout, model(), NAMES)
-    other = Layout.of({**model(), "parameter.0": torch.zeros(5, 4)})
+    other = Layout.from_tensors({**model(), "parameter.0": torch.zeros(5, 4)})
     assert (
         "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
     )
@@ -608,7 +608,7 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
 def test_a_run_whose_model_has_an_empty_block_goes_on_after_a_restart(tmp_path):
     folder, tensors = tmp_path / "run", {**model(), "parameter.1": torch.zeros(0)}
     service = external_run(config(), folder)
-    link, layout = LocalLink(service), Layout.of(tensors)
+    link, layout = LocalLink(service), Layout.from_tensors(tensors)
     join_answer = link.join("m", returning=None, layout=layout)
     link.send_model(join_answer.ticket, layout, tensors, NAMES)
     service.close()

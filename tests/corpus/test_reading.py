@@ -217,4 +217,4 @@ def test_the_meter_counts_the_bytes_on_disk(tmp_path):
     meter = Meter()
     (source,) = find_sources(tmp_path)
     assert len(list(source.documents("text", None, meter))) == 10_000
-    assert meter.done == path.stat().st_size
+    assert meter.bytes_read == path.stat().st_size

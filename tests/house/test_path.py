@@ -85,7 +85,7 @@ def test_a_contribution_passes_few_files_and_the_docs_show_them(tmp_path, cache,
                 return run(rounds)
 
             monkeypatch.setattr(worker.inner, "run", second_round)
-            worker.done = lambda: setattr(path, "is_on", False)
+            worker.after_round = lambda: setattr(path, "is_on", False)
             sys.setprofile(path)
             worker.run(link, "m", link.describe().run)
         finally:

@@ -225,7 +225,7 @@ def recorded(folder: Path, method: str, dtype: torch.dtype) -> None:
         "parameter.2": numbers(5000, dtype, 2),
     }
     service = external_run(config(arrivals=12, paces=[1.0, 1.0], participation=100, method=method), folder)
-    link, layout = LocalLink(service), Layout.of(model)
+    link, layout = LocalLink(service), Layout.from_tensors(model)
     tickets = [link.join(f"m{i}", returning=None, layout=layout).ticket for i in range(2)]
     link.send_model(tickets[0], layout, model, ["a", "b", "c"])
     for number in range(12):

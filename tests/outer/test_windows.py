@@ -31,7 +31,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout]:
     """A contribution in a file."""
     numbers = torch.Generator().manual_seed(0)
     tensors = blocks.name_contribution([torch.randn(shape, generator=numbers) * 1e-3 for shape in SHAPES], [])
-    path, layout = tmp_path_factory.mktemp("stored") / "file", Layout.of(tensors)
+    path, layout = tmp_path_factory.mktemp("stored") / "file", Layout.from_tensors(tensors)
     with path.open("wb", buffering=0) as file:
         write(file, layout, tensors)
     return path, layout

@@ -72,7 +72,7 @@ def test_the_settings_above_show_every_verdict(unbroken):
 def test_a_summary_can_be_added_to_line_by_line(unbroken):
     folder = unbroken(*SETTINGS["heloco"])
     lines = tape(folder)
-    half = RunSummary.of(read_facts(folder / "run.json"))
+    half = RunSummary.from_facts(read_facts(folder / "run.json"))
     summarize(half, msgspec.convert(lines[:7], list[ArrivalRecord]), msgspec.convert(evals(folder)[:1], list[EvaluationRecord]))
     assert half.arrivals == 7
     for line in lines[7:]:

@@ -74,7 +74,7 @@ def opened(folder: Path, clock: Clock | None = None, **settings: Any) -> Service
     service = external_run(config(**settings), folder, clock=clock or Clock())
     if service.state.run is None:
         link = LocalLink(service)
-        layout = Layout.of(model())
+        layout = Layout.from_tensors(model())
         bringer = link.join("bringer", returning=None, layout=layout).ticket
         link.send_model(bringer, layout, model(), NAMES)
         service.members.leave(bringer, "it brought the model")

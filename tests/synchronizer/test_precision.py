@@ -176,7 +176,7 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
     link = LocalLink(service)
     draw = torch.Generator().manual_seed(0)
     model = {"parameter.0": torch.randn(40, 5, generator=draw).to(dtype), "parameter.1": torch.ones(7, dtype=dtype)}
-    layout = Layout.of(model)
+    layout = Layout.from_tensors(model)
     tickets = [link.join(f"m{i}", returning=None, layout=layout).ticket for i in range(2)]
     if service.state.run is None:
         link.send_model(tickets[0], layout, model, ["weight", "bias"])

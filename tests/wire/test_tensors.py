@@ -26,7 +26,7 @@ def made(described):
 @given(NAMED)
 def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
     tensors = made(described)
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     content = b"".join(pieces(layout, tensors))
     assert len(content) == layout.size and content.startswith(layout.header)
     theirs, ours = load(content), view(layout, bytearray(content))
@@ -37,7 +37,7 @@ def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
 
 @given(described=NAMED)
 def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_factory):
-    layout = Layout.of(made(described))
+    layout = Layout.from_tensors(made(described))
     assert Layout.from_json(layout.as_json()) == layout
     path = tmp_path_factory.mktemp("layout") / "file"
     with path.open("wb", buffering=0) as file:
@@ -51,7 +51,7 @@ def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_fac
 
 def test_tensors_without_names_are_taken_in_the_layouts_order():
     tensors = {"a": torch.arange(3.0), "b": torch.arange(2, dtype=torch.int64)}
-    layout = Layout.of(tensors)
+    layout = Layout.from_tensors(tensors)
     assert layout.names == ["b", "a"]  # wide ones first, so that each lies at a multiple of its size
     assert b"".join(pieces(layout, [tensors["b"], tensors["a"]])) == b"".join(pieces(layout, tensors))
 
@@ -77,7 +77,7 @@ def test_rubbish_is_no_layout(rubbish):
 
 
 def test_a_file_of_another_layout_or_size_is_not_mapped(tmp_path):
-    layout = Layout.of({"a": torch.zeros(3)})
+    layout = Layout.from_tensors({"a": torch.zeros(3)})
     for i, content in enumerate((b"", layout.header, b"".join(pieces(layout, {"a": torch.zeros(3)}))[:-1], b"\0" * layout.size)):
         path = tmp_path / str(i)
         path.write_bytes(content or b"x")
@@ -86,24 +86,26 @@ def test_a_file_of_another_layout_or_size_is_not_mapped(tmp_path):
 
 
 def test_the_first_difference_is_told():
-    ours = Layout.of({"a": torch.zeros(3), "b": torch.zeros(2)})
+    ours = Layout.from_tensors({"a": torch.zeros(3), "b": torch.zeros(2)})
     assert ours.difference(ours) == ""
-    assert ours.difference(Layout.of({"a": torch.zeros(3)})) == "b is missing"
-    assert "a is F32 [4] and not F32 [3]" in ours.difference(Layout.of({"a": torch.zeros(4), "b": torch.zeros(2)}))
-    assert "c is not in the model" in ours.difference(Layout.of({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)}))
+    assert ours.difference(Layout.from_tensors({"a": torch.zeros(3)})) == "b is missing"
+    assert "a is F32 [4] and not F32 [3]" in ours.difference(Layout.from_tensors({"a": torch.zeros(4), "b": torch.zeros(2)}))
+    assert "c is not in the model" in ours.difference(
+        Layout.from_tensors({"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)})
+    )
 
 
 def test_what_is_hashed_is_what_is_written():
     import hashlib
 
     tensors, file, hashed = {"a": torch.arange(5.0)}, io.BytesIO(), hashlib.sha256()
-    write(file, Layout.of(tensors), tensors, hashed)
+    write(file, Layout.from_tensors(tensors), tensors, hashed)
     assert hashed.hexdigest() == hashlib.sha256(file.getvalue()).hexdigest()
 
 
 def test_a_mapped_file_is_not_changed_by_writing_to_its_tensors(tmp_path):
     tensors = {"a": torch.arange(5.0)}
-    layout, path = Layout.of(tensors), tmp_path / "file"
+    layout, path = Layout.from_tensors(tensors), tmp_path / "file"
     with path.open("wb", buffering=0) as file:
         write(file, layout, tensors)
     before = path.read_bytes()

@@ -60,12 +60,12 @@ def join(parsed: argparse.Namespace) -> int:
     rounds = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the children
 
     def count() -> None:
-        struct.pack_into("q", rounds, 0, done() + 1)
+        struct.pack_into("q", rounds, 0, rounds_done() + 1)
 
-    def done() -> int:
+    def rounds_done() -> int:
         return int(struct.unpack_from("q", rounds, 0)[0])
 
-    return WarmRestart(lambda _: train(parsed, count), done, TRAINING).run()
+    return WarmRestart(lambda _: train(parsed, count), rounds_done, TRAINING).run()
 
 
 def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
@@ -92,7 +92,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
         task, config = task_of(
             info, data=parsed.data, tokenizer=parsed.tokenizer, hf=parsed.hf, device=parsed.device, progress=progress
         )
-    worker = Worker(task, config, tell=lambda text: print(text, flush=True), done=count)
+    worker = Worker(task, config, tell=lambda text: print(text, flush=True), after_round=count)
 
     def stop(number: int, _: FrameType | None) -> None:
         if worker.stop_requested:  # second signal: stop at once

@@ -225,8 +225,8 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
     if data is not None:
         if config.input.task == "images":
             raise UserError("The run's images are drawn by code: leave --data out.")
-        picked = config.input.languages if languages is None else languages
-        config = replace(config, input=replace(config.input, data=data, languages=picked))
+        chosen_languages = config.input.languages if languages is None else languages
+        config = replace(config, input=replace(config.input, data=data, languages=chosen_languages))
     with preparing() as progress:
         return build_task(config, progress)[0]
 

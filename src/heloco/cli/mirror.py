@@ -37,7 +37,7 @@ class Mirror:
         self._reached_s = time.monotonic()
         self._following: threading.Thread | None = None
 
-    def lost(self) -> str:
+    def reason_to_give_up(self) -> str:
         """Why the run counts as gone; empty while it does not."""
         if time.monotonic() - self._reached_s < LOST_S:
             return ""

@@ -89,10 +89,10 @@ class RestartLimit:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a restart is described: `subject` was killed by SIGKILL: `again`."""
+    """How a restart is described: `subject` was killed by SIGKILL: `restart`."""
 
     subject: str
-    again: str
+    restart: str
     progress: str
     """What has not come when it is given up."""
     remedy: str = ""
@@ -160,7 +160,7 @@ class WarmRestart:
         if pause_s is None:
             vain = f"{self._limit.fruitless} times without {wording.progress} in between"
             raise RunStopped(f"{wording.subject} {reason}, {vain}. {wording.remedy}".strip())
-        self._tell(f"{wording.subject} {reason}: {wording.again}{f' in {pause_s:g} s' if pause_s else ''}.")
+        self._tell(f"{wording.subject} {reason}: {wording.restart}{f' in {pause_s:g} s' if pause_s else ''}.")
         sys.stdout.flush()
         until = time.monotonic() + pause_s
         while not self._stopped_by and time.monotonic() < until:

@@ -34,7 +34,7 @@ def watch(parsed: argparse.Namespace) -> int:
             before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
             stack.callback(signal.signal, number, before)
         folders = [local_folder(run, parsed, stack, mirrors) for run in parsed.runs]
-        return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.lost())), ""))
+        return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.reason_to_give_up())), ""))
 
 
 def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
@@ -50,12 +50,12 @@ def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitSta
     return mirror.folder
 
 
-def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[], str]) -> int:
+def show(parsed: argparse.Namespace, folders: Sequence[Path], reason_to_give_up: Callable[[], str]) -> int:
     from heloco.report.run_reader import read_runs
 
     runs = read_runs(folders)
     if parsed.text:
-        return in_the_terminal(runs, lost)
+        return in_the_terminal(runs, reason_to_give_up)
     from heloco.report import live, page_writer
 
     page_writer.check_parts()
@@ -66,9 +66,9 @@ def show(parsed: argparse.Namespace, folders: Sequence[Path], lost: Callable[[],
     return 0
 
 
-def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int:
+def in_the_terminal(runs: Sequence["Run"], reason_to_give_up: Callable[[], str] = str) -> int:
     """One panel per run, redrawn as it grows. If the output is not a terminal, one line per
-    evaluation. `lost` returns a reason to give up, or an empty text."""
+    evaluation. `reason_to_give_up` returns an empty text while there is none."""
     import time
 
     from rich.console import Console, Group
@@ -90,7 +90,7 @@ def in_the_terminal(runs: Sequence["Run"], lost: Callable[[], str] = str) -> int
                     progress.print_line(stage)
                 printed[i] = len(run.stages)
         going = not all(run.is_whole for run in runs)
-        if going and (why := lost()):
+        if going and (why := reason_to_give_up()):
             raise RunStopped(why)
         return going
 

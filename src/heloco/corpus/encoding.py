@@ -39,9 +39,9 @@ def batches(documents: Iterable[Labelled], meter: Meter) -> Iterator[Batch]:
         waiting[part].append(text)
         chars[part] += len(text)
         if chars[part] >= _BATCH_CHARS:
-            yield Batch(part, waiting[part], meter.done)
+            yield Batch(part, waiting[part], meter.bytes_read)
             waiting[part], chars[part] = [], 0
-    yield from (Batch(part, texts, meter.done) for part, texts in waiting.items() if texts)
+    yield from (Batch(part, texts, meter.bytes_read) for part, texts in waiting.items() if texts)
 
 
 def encode(tokenizer: Tokenizer, texts: list[str]) -> Encoded:

@@ -74,7 +74,7 @@ def _rows(dataset: str, config: str, split: str, field: str, meter: Meter) -> It
                     f"{dataset} ({config}): the field {field!r} holds {type(text).__name__}: name the one that holds the text."
                 )
             if text and text.strip():
-                meter.done += len(text.encode())
+                meter.bytes_read += len(text.encode())
                 yield text
 
 

@@ -179,13 +179,13 @@ class _Speaker:
 def _lexicon(g: Grammar, rng: np.random.Generator, count: int) -> list[str]:
     """Distinct stems of one to three syllables, none of them a function word, in the order of their frequency rank."""
     letters = {"C": g.consonants, "V": g.vowels}
-    taken = {*g.articles, g.conjunction, g.question}
+    used_words = {*g.articles, g.conjunction, g.question}
     stems: list[str] = []
     while len(stems) < count:
         shape = "".join(rng.choice(g.syllables) for _ in range(rng.choice([1, 2, 3], p=[0.2, 0.55, 0.25])))
         stem = "".join(letters[kind][rng.integers(len(letters[kind]))] for kind in shape)
-        if len(stem) > 1 and stem not in taken:
-            taken.add(stem)
+        if len(stem) > 1 and stem not in used_words:
+            used_words.add(stem)
             stems.append(stem)
     return stems
 

@@ -49,11 +49,11 @@ def val_limit(limit_bytes: int) -> int:
 
 def until(documents: Iterable[str], limit_bytes: int | None) -> Iterator[str]:
     """Documents up to and including the one that reaches the limit."""
-    taken = 0
+    bytes_yielded = 0
     for document in documents:
         yield document
-        taken += len(document.encode())
-        if limit_bytes is not None and taken >= limit_bytes:
+        bytes_yielded += len(document.encode())
+        if limit_bytes is not None and bytes_yielded >= limit_bytes:
             return
 
 
@@ -67,21 +67,21 @@ def divide(documents: Iterable[str], name: str) -> Iterator[Labelled]:
     Neither side is ever empty: one document is held back for the side that ends up with none, and a lone document is cut in two.
     """
     held: str | None = None
-    seen: set[Part] = set()
+    filled_parts: set[Part] = set()
     for document in documents:
         if held is not None and _for_validation(document):
-            seen.add("val")
+            filled_parts.add("val")
             yield "val", document
             continue
         if held is not None:
-            seen.add("train")
+            filled_parts.add("train")
             yield "train", held
         held = document
     if held is None:
         return  # an empty source: whoever writes it down says so
-    if "val" in seen:
+    if "val" in filled_parts:
         yield "train", held
-    elif "train" in seen:
+    elif "train" in filled_parts:
         yield "val", held
     else:
         head, tail = _in_two(held, name)

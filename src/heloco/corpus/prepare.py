@@ -93,7 +93,7 @@ def _builtin_recipe(name: str, limit_bytes: int | None, seed: int) -> Recipe:
     def read(meter: Meter) -> Iterator[Labelled]:
         for part in PARTS:
             for text in builtin.documents(name, seed, part, sizes[part]):
-                meter.done += len(text.encode())
+                meter.bytes_read += len(text.encode())
                 yield part, text
 
     identity = {"builtin": name, "version": builtin.VERSION, "seed": seed, "sizes": sizes}

@@ -24,12 +24,12 @@ def rich_progress() -> Iterator[Progress]:
     bars = rich.Progress(*columns, console=console)
     tasks: dict[str, int] = {}
 
-    def report(source: str, done: int, total: int) -> None:
+    def report(source: str, bytes_done: int, total: int) -> None:
         if not tasks:
             bars.start()
         if source not in tasks:
             tasks[source] = bars.add_task(source, total=total)
-        bars.update(tasks[source], completed=done, total=total)
+        bars.update(tasks[source], completed=bytes_done, total=total)
 
     try:
         yield report

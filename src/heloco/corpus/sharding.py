@@ -44,8 +44,8 @@ class Shard:
         view_of = np.searchsorted(self._firsts, indices, side="right") - 1
         rows = np.empty((len(indices), self._views[0].shape[1]), dtype=np.int64)
         for v in np.unique(view_of):
-            here = view_of == v
-            rows[here] = self._views[v][self._members[v][indices[here] - self._firsts[v]]]
+            view_mask = view_of == v
+            rows[view_mask] = self._views[v][self._members[v][indices[view_mask] - self._firsts[v]]]
         return rows
 
 
@@ -141,8 +141,8 @@ class EpochOrder:
         epochs, places = np.divmod(np.asarray(positions, dtype=np.int64), self.windows)
         windows = np.empty_like(places)
         for epoch in np.unique(epochs):
-            here = epochs == epoch
-            windows[here] = self._permutation(int(epoch))[places[here]]
+            epoch_mask = epochs == epoch
+            windows[epoch_mask] = self._permutation(int(epoch))[places[epoch_mask]]
         return windows
 
     def _permutation(self, epoch: int) -> Indices:

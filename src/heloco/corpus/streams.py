@@ -22,7 +22,7 @@ class Meter:
     """How many bytes of the input have been read so far."""
 
     def __init__(self) -> None:
-        self.done = 0
+        self.bytes_read = 0
 
 
 class _MeteredFile(io.FileIO):
@@ -34,7 +34,7 @@ class _MeteredFile(io.FileIO):
 
     def readinto(self, buffer: "bytearray | memoryview", /) -> int:  # type: ignore[override]
         count = super().readinto(buffer) or 0
-        self._meter.done += count
+        self._meter.bytes_read += count
         return count
 
 

@@ -128,10 +128,10 @@ def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) 
     model = task.build_model().to(device)
     for kind, ours in (("parameter", model.parameters()), ("buffer", model.buffers())):
         for i, tensor in enumerate(ours):
-            kept = tensors.get(f"{kind}.{i}")
-            if kept is None or kept.shape != tensor.shape:
+            saved_tensor = tensors.get(f"{kind}.{i}")
+            if saved_tensor is None or saved_tensor.shape != tensor.shape:
                 raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
-            tensor.copy_(kept)
+            tensor.copy_(saved_tensor)
     return model
 
 

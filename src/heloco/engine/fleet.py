@@ -93,7 +93,7 @@ class _Member:
     steps_left: int
     run: LocalRun | None = None
     collected: Collector = field(default_factory=Collector)
-    begun: set[int] = field(default_factory=set)
+    busy_workers: set[int] = field(default_factory=set)
     """Workers whose rounds are being computed."""
 
     def needed(self) -> list[Round]:
@@ -101,7 +101,7 @@ class _Member:
         assert self.run is not None
         simulation = self.run.simulation
         scheduled = [handed for handed in simulation.needed() if (handed.worker, handed.index) in self.chains]
-        return [handed for handed in scheduled or [simulation.next_needed()] if handed.worker not in self.begun]
+        return [handed for handed in scheduled or [simulation.next_needed()] if handed.worker not in self.busy_workers]
 
     def chain(self, handed: Round) -> int:
         return self.chains.get((handed.worker, handed.index), handed.inner_steps)
@@ -138,7 +138,7 @@ class Fleet:
 
     def _begin(self, wave: Wave) -> Results:
         for member, handed in wave:
-            member.begun.add(handed.worker)
+            member.busy_workers.add(handed.worker)
         jobs = [Job(handed, member.planned.task, member.planned.config.inner) for member, handed in wave]
         return self._inner(jobs[0].task).begin(jobs)
 
@@ -146,7 +146,7 @@ class Fleet:
         for (member, handed), contribution in zip(wave, results(), strict=True):
             if member.run is None:  # it diverged while this was computed
                 continue
-            member.begun.remove(handed.worker)
+            member.busy_workers.remove(handed.worker)
             member.run.simulation.give(contribution)
             member.steps_left -= handed.inner_steps
             self.steps_done += handed.inner_steps
@@ -161,12 +161,12 @@ class Fleet:
         if not every:
             return []
         everybody = (*self.running, *self.waiting)
-        left = sum(member.steps_left for member in everybody) / (self._wanted_width * self._waves)
+        stack_steps_left = sum(member.steps_left for member in everybody) / (self._wanted_width * self._waves)
 
         def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
             member, handed = candidate
             chain = member.chain(handed)
-            return (False, -chain, member.order) if chain >= URGENT * left else (True, 0, member.order)
+            return (False, -chain, member.order) if chain >= URGENT * stack_steps_left else (True, 0, member.order)
 
         every.sort(key=place)
         first, leading = every[0]
@@ -244,8 +244,8 @@ def make_member(order: int, planned: Planned) -> _Member:
         barrier=get_method(config.outer.method).barrier,
         grace_s=rounds.grace_s,
     )
-    listed = list(events)
-    return _Member(order, planned, chains(listed), sum(arrival.inner_steps for _, arrival in listed))
+    event_list = list(events)
+    return _Member(order, planned, chains(event_list), sum(arrival.inner_steps for _, arrival in event_list))
 
 
 def _bytes(model: nn.Module) -> int:

@@ -53,7 +53,7 @@ class Collector:
 
 def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["virtual", "real"] = "virtual") -> RunFacts:
     """run.json: what the tape's numbers refer to."""
-    kept = model.state_dict().keys()
+    state_names = model.state_dict().keys()
     return RunFacts(
         clock=clock,
         heloco=heloco.__version__,
@@ -72,7 +72,7 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["vi
         buffers=[name for name, _ in model.named_buffers()],
         tied=_tied(model),
         model_digest=model_digest(task),
-        passing_buffers=[name for name, _ in model.named_buffers() if name not in kept],
+        passing_buffers=[name for name, _ in model.named_buffers() if name not in state_names],
     )
 
 
@@ -201,8 +201,8 @@ class LocalRun:
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
         """The scores of the outer model as it stands."""
-        for ours, kept in zip(self.model.buffers(), self.synchronizer.buffers, strict=True):
-            ours.copy_(kept)
+        for buffer, outer_buffer in zip(self.model.buffers(), self.synchronizer.buffers, strict=True):
+            buffer.copy_(outer_buffer)
         return self.task.evaluate(self.model)
 
     # ---- state

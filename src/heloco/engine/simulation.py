@@ -82,8 +82,9 @@ class Simulation:
 
     def give(self, contribution: Contribution) -> None:
         """The result of a needed round. It takes effect when the clock comes to its arrival."""
-        worker, asked = contribution.worker, self._rounds.get(contribution.worker)
-        is_awaited = asked is not None and (asked.index, asked.version) == (contribution.index, contribution.version)
+        worker, open_round = contribution.worker, self._rounds.get(contribution.worker)
+        key = (contribution.index, contribution.version)
+        is_awaited = open_round is not None and (open_round.index, open_round.version) == key
         if not is_awaited or worker in self._results:
             raise ValueError(f"nobody asked for round {contribution.index} (version {contribution.version}) of worker {worker}.")
         self._results[worker] = contribution
@@ -149,7 +150,9 @@ class Simulation:
         self.now_ns, self._window_end_ns = clock.now_ns, clock.window_end_ns
         self.started_ns, self._events = list(clock.started_ns), list(clock.events)
         self._results = {}
-        self.memory = [dict(_under(f"memory.{worker}.", tensors)) if kept else None for worker, kept in enumerate(clock.memories)]
+        self.memory = [
+            dict(_under(f"memory.{worker}.", tensors)) if has_memory else None for worker, has_memory in enumerate(clock.memories)
+        ]
         self._rounds = {}
         for worker, held in self.synchronizer.held.items():
             self._rounds[worker] = Round(

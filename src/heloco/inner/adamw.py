@@ -21,13 +21,13 @@ def settings_of(options: InnerOptions) -> list[float]:
     return [getattr(options, name) for name in SETTINGS]
 
 
-def adamw_factors(taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> Tensor:
+def adamw_factors(steps_taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> Tensor:
     """What a step of AdamW multiplies with, in float64, a column for each slice:
 
     the step's size, the second moment's correction, the decay, whether the slice is active, 1 − β1, 1 − β2, ε.
     """
     beta1, beta2, eps, weight_decay = settings
-    count = taken.clamp(min=1)
+    count = steps_taken.clamp(min=1)
     size = active * lr / (1 - beta1**count)
     return torch.stack(
         [size, (1 - beta2**count).sqrt(), 1 - active * lr * weight_decay, active, (1 - beta1) * active, (1 - beta2) * active, eps]

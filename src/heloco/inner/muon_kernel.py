@@ -30,7 +30,7 @@ def muon_kernel(
     i, k = tl.arange(0, SHORT)[:, None], tl.arange(0, STEP)[None, :]
     row_stride: tl.constexpr = 1 if TALL else LONG
     column_stride: tl.constexpr = SHORT if TALL else 1
-    here = i * row_stride + k * column_stride
+    offsets = i * row_stride + k * column_stride
     begin = s * (SHORT * LONG)
     p = tl.load(addresses + 3 * block).to(tl.pointer_type(tl.float32)) + begin
     m = tl.load(addresses + 3 * block + 1).to(tl.pointer_type(tl.float32)) + begin
@@ -39,7 +39,7 @@ def muon_kernel(
 
     squares = tl.zeros([SHORT, STEP], dtype=tl.float32)
     for start in range(0, LONG, STEP):
-        place = here + start * column_stride
+        place = offsets + start * column_stride
         gradient, momentum = tl.load(g + place), tl.load(m + place)
         momentum += (gradient - momentum) * rise
         tl.store(m + place, momentum)
@@ -53,7 +53,7 @@ def muon_kernel(
     for iteration in range(ITERATIONS):
         gram = tl.zeros([SHORT, SHORT], dtype=tl.float32)
         for start in range(0, LONG, STEP):
-            place = here + start * column_stride
+            place = offsets + start * column_stride
             part = tl.load(x + place)
             if iteration == 0:
                 part = (part.to(tl.float32) / norm).to(tl.bfloat16)
@@ -63,7 +63,7 @@ def muon_kernel(
         mixed = (b * rounded.to(tl.float32) + c * _product(rounded, rounded, WIDE)).to(tl.bfloat16)
         tl.debug_barrier()
         for start in range(0, LONG, STEP):
-            place = here + start * column_stride
+            place = offsets + start * column_stride
             part = tl.load(x + place)
             part = (a * part.to(tl.float32) + _product(mixed, part, WIDE)).to(tl.bfloat16)
             if iteration == ITERATIONS - 1:

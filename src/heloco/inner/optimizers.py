@@ -119,11 +119,11 @@ def hidden_matrices(model: nn.Module) -> list[bool]:
     The head is what the model names so (`head`, or Hugging Face's output embeddings), else its last matrix. A matrix with more
     than four times as many rows as columns counts as a table of tokens.
     """
-    apart = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in apart]
+    excluded_ids = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    matrices = [p for p in model.parameters() if p.dim() == 2 and id(p) not in excluded_ids]
     head = getattr(model, "head", None)
     find = getattr(model, "get_output_embeddings", None)
     if head is None and callable(find):
         head = find()
-    apart |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else {id(p) for p in matrices[-1:]}
-    return [p.dim() == 2 and id(p) not in apart and not is_table(p) for p in model.parameters()]
+    excluded_ids |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else {id(p) for p in matrices[-1:]}
+    return [p.dim() == 2 and id(p) not in excluded_ids and not is_table(p) for p in model.parameters()]

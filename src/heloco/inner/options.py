@@ -55,9 +55,9 @@ class InnerOptions:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)!r}: it must lie in [0, 1).")
-        for name, known in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(known)}.")
+        for name, choices in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
+            if getattr(self, name) not in choices:
+                raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(choices)}.")
         if self.inner_optimizer not in ("adamw", "muon", "sgd"):
             raise UserError(f"inner_optimizer is {self.inner_optimizer!r}: choose adamw, muon or sgd.")
         if self.inner_momentum is not None and not 0 <= self.inner_momentum < 1:

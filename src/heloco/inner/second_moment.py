@@ -22,9 +22,9 @@ Memory = dict[str, Tensor]
 
 
 @torch.no_grad()
-def shared_memory(how: str, beta2: float, worker: int, kept: Sequence[Memory | None]) -> Memory | None:
+def shared_memory(how: str, beta2: float, worker: int, worker_memories: Sequence[Memory | None]) -> Memory | None:
     """The state that a worker begins a round with, from what each worker kept; None before its first round."""
-    own, memories = kept[worker], [memory for memory in kept if memory]
+    own, memories = worker_memories[worker], [memory for memory in worker_memories if memory]
     if own is None or len(memories) < 2:
         return own
     step = next(name for name in own if name.endswith(".step"))

@@ -37,11 +37,11 @@ class Stack:
 
         self.parameters = [zeros(s, p).requires_grad_() for s, p in zip(shapes, model.parameters(), strict=True)]
         self._slices = [[p.detach()[s] for p in self._whole(self.parameters)] for s in range(size)]
-        named = zip(shapes, model.parameters(), state_names(options, model), strict=True)
-        self.states = [{name: zeros(shape, p) for name in names} for shape, p, names in named]
+        blocks = zip(shapes, model.parameters(), state_names(options, model), strict=True)
+        self.states = [{name: zeros(shape, p) for name in names} for shape, p, names in blocks]
         """What the optimizer keeps of each block."""
         self.buffers = [zeros((size, *b.shape), b) for b in model.buffers()]
-        self.taken = torch.zeros(size, dtype=torch.float64, device=device)
+        self.steps_taken = torch.zeros(size, dtype=torch.float64, device=device)
         self.lr = torch.zeros(steps, size, dtype=torch.float64, device=device)
         self.active = torch.zeros_like(self.lr)
         self.settings = torch.zeros(len(SETTINGS), size, dtype=torch.float64, device=device)
@@ -51,7 +51,7 @@ class Stack:
         self.rows: Tensor | None = None
         self.busy = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._done: torch.cuda.Event | None = None
+        self._end_event: torch.cuda.Event | None = None
         self._optimizer = StackedOptimizer(options, self.parameters, self.states)
 
     # ---- load
@@ -94,7 +94,7 @@ class Stack:
             self._graph = None  # it knew the old ones
 
     def _load_state(self, jobs: Sequence["Job"]) -> None:
-        torch._foreach_zero_([self.taken, *(moment for state in self.states for moment in state.values())])
+        torch._foreach_zero_([self.steps_taken, *(moment for state in self.states for moment in state.values())])
         for s, job in enumerate(jobs):
             start = job.round.parameters
             torch._foreach_copy_(self._slices[s], self._whole(start))
@@ -105,9 +105,9 @@ class Stack:
 
     def _load_memory(self, s: int, memory: dict[str, Tensor]) -> None:
         """The state that a worker kept, into the slice of its round."""
-        step = next((kept for name, kept in memory.items() if name.endswith(".step")), None)
+        step = next((tensor for name, tensor in memory.items() if name.endswith(".step")), None)
         if step is not None:
-            self.taken[s] = step
+            self.steps_taken[s] = step
         at = self.table.index if self.table else -1
         ours = [(moment[s], f"{i}.{name}") for i, state in enumerate(self.states) if i != at for name, moment in state.items()]
         if ours:
@@ -129,13 +129,13 @@ class Stack:
 
     def record(self) -> None:
         """One step as a CUDA graph. Warming up and recording move the tensors, so they must be loaded again."""
-        aside = _second_stream(self.device)  # the same for all stacks: cuBLAS keeps 32 MB for every stream it meets
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
+        second_stream = _second_stream(self.device)  # the same for all stacks: cuBLAS keeps 32 MB for every stream it meets
+        second_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(second_stream):
             for _ in range(2):
                 self.at.zero_()
                 self._step()
-        torch.cuda.current_stream(self.device).wait_stream(aside)
+        torch.cuda.current_stream(self.device).wait_stream(second_stream)
         torch.cuda.empty_cache()  # the graph keeps memory of its own, and takes what warming up had
         self.at.zero_()
         graph = torch.cuda.CUDAGraph()
@@ -151,16 +151,16 @@ class Stack:
             for _ in range(steps):
                 self._step()
             return
-        aside = _second_stream(self.device)
-        aside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(aside):
+        second_stream = _second_stream(self.device)
+        second_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(second_stream):
             for _ in range(steps):
                 self._graph.replay()
-            self._done = aside.record_event()
+            self._end_event = second_stream.record_event()
 
     def _wait(self) -> None:
-        if self._done is not None:
-            self._done.synchronize()
+        if self._end_event is not None:
+            self._end_event.synchronize()
         self.busy = False
 
     def _step(self) -> None:
@@ -177,10 +177,10 @@ class Stack:
         with torch.no_grad():
             self.losses.index_copy_(0, self.at, total.to(self.losses.dtype)[None])
             lr, active = self.lr.index_select(0, self.at)[0], self.active.index_select(0, self.at)[0]
-            self.taken += active
+            self.steps_taken += active
             if options.clip:
                 gradients = clipped(gradients, options.clip)
-            self._optimizer.move(gradients, self.taken, lr, active, self.settings)
+            self._optimizer.move(gradients, self.steps_taken, lr, active, self.settings)
             self.at += 1
 
     # ---- results
@@ -198,8 +198,8 @@ class Stack:
         own = torch.zeros(self.size, 1, dtype=torch.float64)
         own[: len(jobs), 0] = torch.tensor([job.round.inner_steps for job in jobs])
         steps = torch.arange(1, self.steps + 1, dtype=torch.float64) - own
-        taken = self.taken[:, None] + steps.to(self.device)
-        return adamw_factors(taken, self.lr.T, self.active.T, self.settings[..., None].expand(-1, -1, self.steps))
+        steps_taken = self.steps_taken[:, None] + steps.to(self.device)
+        return adamw_factors(steps_taken, self.lr.T, self.active.T, self.settings[..., None].expand(-1, -1, self.steps))
 
     def _contribution(self, s: int, job: "Job", trace: list[float], data: Any, idle: Tensor | None) -> Contribution:
         handed = job.round
@@ -244,7 +244,7 @@ class Stack:
         """The optimizer's state, as `SequentialInner` keeps it; of the table only the rows that were read."""
         names = [f"{i}.{name}" for i, state in enumerate(self.states) for name in state]
         memory = dict(zip(names, copied([moment[s] for state in self.states for moment in state.values()]), strict=True))
-        step = self.taken[s].clone()
+        step = self.steps_taken[s].clone()
         return memory | {f"{i}.step": step for i, state in enumerate(self.states) if ADAMW_STATE[0] in state}
 
 

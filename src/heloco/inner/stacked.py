@@ -80,7 +80,7 @@ class StackedInner:
 
     def run(self, jobs: Sequence[Job]) -> list[Contribution]:
         """Any number of jobs of any kinds."""
-        done: dict[int, Contribution] = {}
+        contributions: dict[int, Contribution] = {}
         by_kind: dict[InnerOptions, list[int]] = {}
         for index, job in enumerate(jobs):
             by_kind.setdefault(job.kind, []).append(index)
@@ -88,23 +88,23 @@ class StackedInner:
             # rounds of like length together: a stack runs as long as its longest
             waiting = sorted(indices, key=lambda i: -jobs[i].round.inner_steps)
             while waiting:
-                picked = waiting[: self.width]
-                begun = self._try_to_begin([jobs[i] for i in picked])
-                if begun is None:
-                    self.width = self._size(len(picked)) // 2
+                stack_indices = waiting[: self.width]
+                results = self._try_to_begin([jobs[i] for i in stack_indices])
+                if results is None:
+                    self.width = self._size(len(stack_indices)) // 2
                     self._forget()
                     continue
-                done |= zip(picked, begun(), strict=True)
-                waiting = waiting[len(picked) :]
-        return [done[i] for i in range(len(jobs))]
+                contributions |= zip(stack_indices, results(), strict=True)
+                waiting = waiting[len(stack_indices) :]
+        return [contributions[i] for i in range(len(jobs))]
 
     def begin(self, jobs: Sequence[Job]) -> Results:
         """Begins at most `width` jobs of one kind. On a GPU the host is free until it asks for their results."""
-        begun = self._try_to_begin(list(jobs))
-        if begun is not None:
-            return begun
-        results = self.run(jobs)
-        return lambda: results
+        results = self._try_to_begin(list(jobs))
+        if results is not None:
+            return results
+        contributions = self.run(jobs)
+        return lambda: contributions
 
     def _try_to_begin(self, jobs: list[Job]) -> Results | None:
         """None where memory does not suffice. (The exception keeps the stack alive as long as it is handled.)"""

@@ -60,8 +60,8 @@ class VmapLoss:
         def one(parameters: list[Tensor], buffers: list[Tensor], batch: Any) -> Tensor:
             state = dict(zip(self.names, parameters, strict=True)) | dict(zip(self.buffer_names, buffers, strict=True))
 
-            def call(*inputs: Any, **named: Any) -> Any:
-                return functional_call(self.model, state, inputs, named)
+            def call(*inputs: Any, **keywords: Any) -> Any:
+                return functional_call(self.model, state, inputs, keywords)
 
             return self.task.loss(call, batch)  # type: ignore[arg-type]
 

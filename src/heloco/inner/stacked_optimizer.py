@@ -36,10 +36,10 @@ class StackedOptimizer:
         kind = SGD if options.inner_optimizer == "sgd" else Muon
         self._momentum: SGD | Muon = kind([parameters[i] for i in self._others], momenta, options.optimizer_momentum)
 
-    def move(self, gradients: Sequence[Tensor], taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> None:
+    def move(self, gradients: Sequence[Tensor], steps_taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> None:
         """One step of all slices; the last four have a column for each slice."""
         if self._adamw:
-            self._adamw.move([gradients[i] for i in self._of_adamw], adamw_factors(taken, lr, active, settings))
+            self._adamw.move([gradients[i] for i in self._of_adamw], adamw_factors(steps_taken, lr, active, settings))
         if self._others:
             self._momentum.move([gradients[i] for i in self._others], lr, settings[3], active)
 

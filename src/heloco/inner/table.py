@@ -21,19 +21,19 @@ class Table:
         self.index, self.height = reads.index, reads.height
         self._reads = reads.rows
         self.capacity = 0
-        self._seen = torch.zeros(size, self.height, dtype=torch.bool, device=device)
+        self._read_mask = torch.zeros(size, self.height, dtype=torch.bool, device=device)
         self._rows: list[Tensor] = []
 
     def load(self, data: Any) -> Tensor:
         """Where the rows that the data, [steps, S, …], read lie among those that ride, in the same form."""
         read = self._reads(data)
         by_slice = read.transpose(0, 1).flatten(1)
-        self._seen.zero_().scatter_(1, by_slice, True)
-        counts = self._seen.sum(1).tolist()
-        self._rows = list(torch.split(self._seen.nonzero()[:, 1], counts))
-        wanted = min(self.height, -(-max(counts) // STRIDE) * STRIDE)
-        self.capacity = max(self.capacity, wanted)
-        places = self._seen.cumsum(1) - 1
+        self._read_mask.zero_().scatter_(1, by_slice, True)
+        counts = self._read_mask.sum(1).tolist()
+        self._rows = list(torch.split(self._read_mask.nonzero()[:, 1], counts))
+        rows_needed = min(self.height, -(-max(counts) // STRIDE) * STRIDE)
+        self.capacity = max(self.capacity, rows_needed)
+        places = self._read_mask.cumsum(1) - 1
         shape = read.transpose(0, 1).shape
         return places.gather(1, by_slice).view(shape).transpose(0, 1)
 

@@ -106,7 +106,7 @@ class NormGuard:
         if not any(distances):
             return Judgement()
         usual = (history.usual(participants) or [0.0] * (1 + len(distances)))[1:]
-        least = [known or first for known, first in zip(usual, at_first, strict=True)]
+        least = [distance or first for distance, first in zip(usual, at_first, strict=True)]
         bounds = [self.limit * x for x in least]
         history.remember(worker, [1.0, *map(min, distances, bounds)])
         scales = [1.0 if d <= bound else bound / self.limit / d for d, bound in zip(distances, bounds, strict=True)]

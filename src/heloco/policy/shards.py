@@ -55,8 +55,8 @@ class Liu:
         self.seed = seed
 
     def probabilities(self, shards: Sequence[ShardView]) -> list[float]:
-        size, taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
-        lag = [max(s.windows / size - (s.taken / taken if taken else 0.0), 0.0) for s in shards]
+        size, windows_taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
+        lag = [max(s.windows / size - (s.taken / windows_taken if windows_taken else 0.0), 0.0) for s in shards]
         total = sum(lag)  # 0 only when all shards are exactly on par: then by size
         return [x / total for x in lag] if total > 0 else [s.windows / size for s in shards]
 

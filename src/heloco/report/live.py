@@ -94,19 +94,19 @@ class Feed:
             data = {**self.data, "notes": [*self.data["notes"], str(error)]}
         return data, as_json(differences(self.data, data))[1:-1]
 
-    def _news(self, seen: int) -> str:
+    def _news(self, seen_version: int) -> str:
         """The event that brings a page from the version it has seen to the current one."""
-        missed = [changes for version, changes in self._changes if version > seen]
+        missed = [changes for version, changes in self._changes if version > seen_version]
         self._everything = self._everything or as_json(self.data)
-        if len(missed) == self.version - seen and sum(map(len, missed)) < len(self._everything):
+        if len(missed) == self.version - seen_version and sum(map(len, missed)) < len(self._everything):
             return f"id: {self.version}\nevent: change\ndata: [{','.join(filter(None, missed))}]\n\n"
         return f"id: {self.version}\ndata: {self._everything}\n\n"
 
-    async def events(self, seen: int) -> AsyncIterator[str]:
+    async def events(self, seen_version: int) -> AsyncIterator[str]:
         """As server-sent events: what is newer than what was seen, and a sign of life in between."""
         while not self.over:
-            if self.version > seen:
-                news, seen = self._news(seen), self.version
+            if self.version > seen_version:
+                news, seen_version = self._news(seen_version), self.version
                 yield news
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(15):
@@ -156,13 +156,13 @@ class Page:
             feed = await self._ready()
         except (UserError, OSError, MemoryError):
             return Response("There is nothing to show at the moment: try again.", 503)
-        seen = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
-        if not VERSION.fullmatch(seen):
+        version_text = request.headers.get("last-event-id") or request.query_params.get("seen", "-1")
+        if not VERSION.fullmatch(version_text):
             return Response("seen must be a whole number: the version that the page has.", 400)
         headers = {"Cache-Control": "no-store"}
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=headers)
-        return StreamingResponse(feed.events(int(seen)), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(feed.events(int(version_text)), media_type="text/event-stream", headers=headers)
 
 
 def app_of_folder(folder: Path) -> "Starlette":

@@ -52,8 +52,8 @@ class OwnNames:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
-        if len(asked) == 1 and self.is_own(name_in(asked[0])):
+        hosts = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+        if len(hosts) == 1 and self.is_own(name_in(hosts[0])):
             await self._app(scope, receive, send)
         else:
             await _refuse(send)

@@ -100,7 +100,7 @@ class Run:
 
     def _start(self) -> None:
         self.tape, self.evals, self.milestones = Columns(), list[EvaluationRecord](), list[Milestone]()
-        self.summary = RunSummary.of(self.facts, self.window if self.facts.is_real else 0)
+        self.summary = RunSummary.from_facts(self.facts, self.window if self.facts.is_real else 0)
         self.journal = JournalSummary()
         self._tape_tail = Tail(self.path / TAPE, ArrivalRecord)
         self._evals_tail = Tail(self.path / EVALS, EvaluationRecord)

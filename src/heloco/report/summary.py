@@ -99,7 +99,7 @@ class RunSummary:
         self.recent = deque(maxlen=self.window)
 
     @classmethod
-    def of(cls, facts: RunFacts, window: int = 0) -> "RunSummary":
+    def from_facts(cls, facts: RunFacts, window: int = 0) -> "RunSummary":
         """The summary of a run that has not begun."""
         return cls(facts.paces, facts.is_real, facts.is_external, window)
 
@@ -183,4 +183,4 @@ def summarize(summary: RunSummary, tape: Iterable[ArrivalRecord], evaluations: I
 def read_summary(folder: Path, facts: RunFacts) -> RunSummary:
     """The summary of the run in a folder, read line by line: memory does not grow with the run."""
     tape, evaluations = read_records(folder / TAPE, ArrivalRecord), read_records(folder / EVALS, EvaluationRecord)
-    return summarize(RunSummary.of(facts), tape, evaluations)
+    return summarize(RunSummary.from_facts(facts), tape, evaluations)

@@ -70,8 +70,8 @@ class Progress:
     def panel(self) -> RenderableType:
         s = self.summary
         elapsed = time.monotonic() - self._began
-        done = s.arrivals - self._begun_at
-        left = elapsed / done * (self.arrivals - s.arrivals) if done else None
+        arrivals_done = s.arrivals - self._begun_at
+        remaining_s = elapsed / arrivals_done * (self.arrivals - s.arrivals) if arrivals_done else None
         facts = Table.grid(padding=(0, 3))
         facts.add_row(
             f"outer step [b]{s.outer_step}[/]",
@@ -92,7 +92,7 @@ class Progress:
                 f"{w.mean_staleness:.1f}",
                 number(w.loss),
             )
-        times = f"{duration(elapsed)} gone" + (f", {duration(left)} left" if left is not None else "")
+        times = f"{duration(elapsed)} gone" + (f", {duration(remaining_s)} left" if remaining_s is not None else "")
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)

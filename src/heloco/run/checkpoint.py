@@ -90,7 +90,7 @@ def save(
 
 def _write_files(folder: Path, state: CheckpointState, tensors: Mapping[str, Tensor], copied: Callable[[], None]) -> None:
     with (folder / TENSORS).open("wb", buffering=0) as file:
-        write(file, Layout.of(tensors), tensors)
+        write(file, Layout.from_tensors(tensors), tensors)
         copied()
         tensors_digest = sha256(folder / TENSORS)  # from the system's cache: hashing takes longer than copying
         make_durable(file.fileno(), folder / TENSORS)

@@ -24,16 +24,16 @@ def export_model(folder: RunFolder, out: Path) -> int:
     """Writes the newest checkpoint's outer parameters and buffers; returns the number of parameters. Needs no data."""
     state, tensors = folder.load_model()
     facts = folder.facts()
-    named, count = _name_tensors(facts, tensors)
+    named_tensors, count = _name_tensors(facts, tensors)
     for name in facts.passing_buffers:  # a state_dict does not hold these
-        del named[name]
+        del named_tensors[name]
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'model.safetensors'}.")
     with disk_errors(out, "export again."):
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary = out.with_name(f".{out.name}.partial")
         try:
-            save_file(named, temporary, metadata={"format": "pt", "method": facts.method, "arrival": str(state.arrival)})
+            save_file(named_tensors, temporary, metadata={"format": "pt", "method": facts.method, "arrival": str(state.arrival)})
             temporary.replace(out)
         finally:
             temporary.unlink(missing_ok=True)
@@ -42,11 +42,11 @@ def export_model(folder: RunFolder, out: Path) -> int:
 
 def _name_tensors(facts: RunFacts, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A checkpoint's outer parameters and buffers by the model's names for them, and the number of parameters."""
-    named = {block.name: tensors[f"parameter.{i}"] for i, block in enumerate(facts.blocks)}
-    count = sum(t.numel() for t in named.values())
-    named |= {alias: named[name].clone() for alias, name in facts.tied.items()}
-    named |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(facts.buffers)}
-    return named, count
+    named_tensors = {block.name: tensors[f"parameter.{i}"] for i, block in enumerate(facts.blocks)}
+    count = sum(t.numel() for t in named_tensors.values())
+    named_tensors |= {alias: named_tensors[name].clone() for alias, name in facts.tied.items()}
+    named_tensors |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(facts.buffers)}
+    return named_tensors, count
 
 
 def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
@@ -57,7 +57,7 @@ def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
         raise UserError(f"There is no Hugging Face form of the task {config.input.task}: use --format safetensors.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is no empty folder: choose another --out.")
-    named, count = _name_tensors(folder.facts(), folder.load_model()[1])
+    named_tensors, count = _name_tensors(folder.facts(), folder.load_model()[1])
     hf = open_hf(config.model.hf) if config.model.hf else None
     transformers()  # says so where it is missing, before anything is written
     place = out.resolve()
@@ -68,9 +68,9 @@ def export_hf(folder: RunFolder, out: Path) -> tuple[int, bool]:
             temporary.mkdir()
             end_of_text = write_tokenizer(config.input.tokenizer, config.input.data, temporary)
             if hf is not None:
-                hf.write(temporary, named)
+                hf.write(temporary, named_tensors)
             else:
-                save(as_gpt2(gpt_config(config.model), named, end_of_text), temporary)
+                save(as_gpt2(gpt_config(config.model), named_tensors, end_of_text), temporary)
             temporary.replace(place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -20,7 +20,7 @@ class Watching(AbstractContextManager["Watching"]):
 
     def __init__(self, runs: int, finished: int, console: Console) -> None:
         self.runs, self.ended, self.console = runs, finished, console
-        self.left = ""
+        self.time_left = ""
         self._began = time.monotonic()
         columns = (BarColumn(None), TextColumn("{task.percentage:.0f} %  {task.description}"))
         self._bar = Progress(*columns, console=console, expand=True) if console.is_terminal else None
@@ -34,19 +34,20 @@ class Watching(AbstractContextManager["Watching"]):
         (self._bar or nullcontext()).__exit__(*error)
 
     def progressed(self, steps_done: int, steps_total: int) -> None:
-        gone = time.monotonic() - self._began
-        self.left = f"{duration(gone / steps_done * (steps_total - steps_done))} left" if steps_done else ""
+        elapsed_s = time.monotonic() - self._began
+        self.time_left = f"{duration(elapsed_s / steps_done * (steps_total - steps_done))} left" if steps_done else ""
         if self._bar and self._task is not None:
-            description = f"{self.ended}/{self.runs} runs · {duration(gone)} gone" + (f", {self.left}" if self.left else "")
+            time_note = f", {self.time_left}" if self.time_left else ""
+            description = f"{self.ended}/{self.runs} runs · {duration(elapsed_s)} gone{time_note}"
             self._bar.update(self._task, total=steps_total, completed=steps_done, description=description)
 
-    def kept(self, places: Sequence[Place], record: RunRecord) -> None:
+    def show_run(self, places: Sequence[Place], record: RunRecord) -> None:
         self.ended += 1
         first = places[0]
         rows = first.row if len({place.row for place in places}) == 1 else f"{len({place.row for place in places})} rows"
         outcome = f"loss {number(record.evals.loss[-1])}" if record.finished else f"diverged: {record.reason}"
-        left = f"  ({self.left})" if self.left and not self._bar else ""
-        line = f"run {self.ended:>4}/{self.runs}  seed {first.seed}  {rows}  {first.method}  {outcome}{left}"
+        time_note = f"  ({self.time_left})" if self.time_left and not self._bar else ""
+        line = f"run {self.ended:>4}/{self.runs}  seed {first.seed}  {rows}  {first.method}  {outcome}{time_note}"
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -55,12 +56,12 @@ def list_table() -> Table:
     table = Table(title="heloco study NAME", title_justify="left", caption_justify="left")
     for name in ("study", "what it shows", "rows × methods", "runs a seed", "not in those above", "inner steps a seed"):
         table.add_column(name, justify="left" if name in ("study", "what it shows") else "right")
-    listed: set[str] = set()
+    earlier_keys: set[str] = set()
     for name in names():
         chosen = load_study(name)
         runs = {digest(place.config, ""): place.config for place in grid(chosen, scale="paper", seeds=1)}
-        new = {key: config for key, config in runs.items() if key not in listed}
-        listed |= new.keys()
+        new = {key: config for key, config in runs.items() if key not in earlier_keys}
+        earlier_keys |= new.keys()
         steps = sum(map(total_steps, new.values()))
         shape = f"{len(chosen.rows)} × {len(chosen.methods)}"
         table.add_row(name, chosen.title, shape, str(len(runs)), str(len(new)), f"{steps:,}")

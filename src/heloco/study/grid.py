@@ -58,8 +58,8 @@ def grid(
         raise UserError(f"seeds is {seeds}: a study needs at least one.")
     pairs = [
         (row, method)
-        for row in picked(study.rows, rows, "row", study)
-        for method in picked(study.methods, methods, "method", study)
+        for row in pick_parts(study.rows, rows, "row", study)
+        for method in pick_parts(study.methods, methods, "method", study)
         if (not row.only or method.name in row.only) and (not method.only or row.name in method.only)
     ]
     if not pairs:
@@ -74,12 +74,12 @@ def grid(
     ]
 
 
-def picked(parts: Mapping[str, Part], asked: Sequence[str], what: str, study: Study) -> list[Part]:
+def pick_parts(parts: Mapping[str, Part], names: Sequence[str], what: str, study: Study) -> list[Part]:
     """The parts of these names, in the study's order; all where none was asked for."""
-    for name in asked:
+    for name in names:
         if name not in parts:
             raise UserError(f"{study.name} has no {what} {name!r}; {nearest(name, list(parts))}")
-    return [part for name, part in parts.items() if not asked or name in asked]
+    return [part for name, part in parts.items() if not names or name in names]
 
 
 def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, object]) -> Place:

@@ -105,7 +105,7 @@ class Display(Protocol):
     """What shows how far a study is: a progress bar, for one."""
 
     def progressed(self, steps_done: int, steps_total: int) -> None: ...
-    def kept(self, places: Sequence[Place], record: RunRecord) -> None: ...
+    def show_run(self, places: Sequence[Place], record: RunRecord) -> None: ...
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Silent:
     def progressed(self, steps_done: int, steps_total: int) -> None:
         pass
 
-    def kept(self, places: Sequence[Place], record: RunRecord) -> None:
+    def show_run(self, places: Sequence[Place], record: RunRecord) -> None:
         pass
 
 
@@ -141,7 +141,7 @@ class _Keeper:
         record = make_record(run.config, run.task.digest, collected, reason)
         assert record.digest == key
         self.store.write(record)
-        self.display.kept(self.plan.places_of(key), record)
+        self.display.show_run(self.plan.places_of(key), record)
 
 
 def carry_out(

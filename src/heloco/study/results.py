@@ -13,17 +13,17 @@ from heloco.study.spec import Study
 
 @dataclass(frozen=True)
 class Stat:
-    """Mean over seeds and sample standard deviation (None for one seed); `lost` seeds diverged and are not in it."""
+    """Mean over seeds and sample standard deviation (None for one seed); the seeds that diverged are only counted."""
 
     mean: float
     spread: float | None
     n: int
-    lost: int = 0
+    diverged_seeds: int = 0
 
     def text(self, digits: int = 3, sign: str = "") -> str:
         spread = "" if self.spread is None else f" ± {self.spread:.{digits}f}"
-        lost = f" ({self.lost} of {self.n + self.lost} diverged)" if self.lost else ""
-        return f"{self.mean:{sign}.{digits}f}{spread}{lost}"
+        diverged_note = f" ({self.diverged_seeds} of {self.n + self.diverged_seeds} diverged)" if self.diverged_seeds else ""
+        return f"{self.mean:{sign}.{digits}f}{spread}{diverged_note}"
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:

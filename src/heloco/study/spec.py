@@ -211,8 +211,8 @@ def _check_names(study: Study, where: str) -> None:
     mentions += [("row", name, study.rows) for figure in study.figures for name in figure.rows]
     mentions += [("method", name, study.methods) for figure in study.figures for name in figure.methods]
     for table in study.tables:
-        named = [*table.methods, *table.variants, *table.against, *([table.baseline] if table.baseline else [])]
-        mentions += [("method", name, study.methods) for name in named]
+        method_names = [*table.methods, *table.variants, *table.against, *([table.baseline] if table.baseline else [])]
+        mentions += [("method", name, study.methods) for name in method_names]
     for what, name, parts in mentions:
         if name not in parts:
             raise UserError(f"{where}: there is no {what} {name!r}; {nearest(name, list(parts))}")

@@ -37,28 +37,28 @@ def _probabilities(q, k, t, length, scale):
 def attend_kernel(qkv, out, length, scale, HEADS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
     n, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
-    here, width = (t < length)[:, None], HEADS * DEPTH
+    row_mask, width = (t < length)[:, None], HEADS * DEPTH
     at = qkv + (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
-    q = tl.load(at, mask=here, other=0.0)
-    k = tl.load(at + width, mask=here, other=0.0)
-    v = tl.load(at + 2 * width, mask=here, other=0.0)
+    q = tl.load(at, mask=row_mask, other=0.0)
+    k = tl.load(at + width, mask=row_mask, other=0.0)
+    v = tl.load(at + 2 * width, mask=row_mask, other=0.0)
     attended = _product(_probabilities(q, k, t, length, scale), v)
-    tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], attended, mask=here)
+    tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], attended, mask=row_mask)
 
 
 @triton.jit
-def attend_gradient_kernel(qkv, gradient, found, length, scale, HEADS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
+def attend_gradient_kernel(qkv, gradient, dqkv, length, scale, HEADS: tl.constexpr, LENGTH: tl.constexpr, DEPTH: tl.constexpr):
     n, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
-    here, width = (t < length)[:, None], HEADS * DEPTH
+    row_mask, width = (t < length)[:, None], HEADS * DEPTH
     place = (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
-    q = tl.load(qkv + place, mask=here, other=0.0)
-    k = tl.load(qkv + place + width, mask=here, other=0.0)
-    v = tl.load(qkv + place + 2 * width, mask=here, other=0.0)
-    do = tl.load(gradient + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], mask=here, other=0.0)
+    q = tl.load(qkv + place, mask=row_mask, other=0.0)
+    k = tl.load(qkv + place + width, mask=row_mask, other=0.0)
+    v = tl.load(qkv + place + 2 * width, mask=row_mask, other=0.0)
+    do = tl.load(gradient + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], mask=row_mask, other=0.0)
     p = _probabilities(q, k, t, length, scale)
-    tl.store(found + place + 2 * width, _product(tl.trans(p), do), mask=here)
+    tl.store(dqkv + place + 2 * width, _product(tl.trans(p), do), mask=row_mask)
     dp = _product(do, tl.trans(v))
     ds = p * (dp - tl.sum(p * dp, 1)[:, None]) * scale
-    tl.store(found + place, _product(ds, k), mask=here)
-    tl.store(found + place + width, _product(tl.trans(ds), q), mask=here)
+    tl.store(dqkv + place, _product(ds, k), mask=row_mask)
+    tl.store(dqkv + place + width, _product(tl.trans(ds), q), mask=row_mask)

@@ -80,10 +80,10 @@ def _losses(x: Tensor, words: Tensor, targets: Tensor, *, mean: bool) -> tuple[T
     chunk = -(-vocab // max(1, PROGRAMS // (stack * blocks)))
     chunk = -(-chunk // TILE) * TILE
     chunks = -(-vocab // chunk)
-    high, total, picked = x.new_empty(3, stack, tokens, chunks)
+    high, total, target_logit = x.new_empty(3, stack, tokens, chunks)
     means = x.new_empty(stack, tokens, chunks, width) if mean else high
     losses_kernel[(stack * blocks, chunks)](
-        x, words, targets, high, total, picked, means, tokens, vocab, blocks, chunk,
+        x, words, targets, high, total, target_logit, means, tokens, vocab, blocks, chunk,
         WIDTH=width, TOKENS=TILE, WORDS=TILE, MEANS=mean, num_warps=4, num_stages=3,
     )  # fmt: skip
     top = high.amax(-1)
@@ -93,7 +93,7 @@ def _losses(x: Tensor, words: Tensor, targets: Tensor, *, mean: bool) -> tuple[T
     if mean:
         weight = torch.exp(high - level[..., None])
         means = means[:, :, 0] * weight if chunks == 1 else means.mul_(weight[..., None]).sum(2)
-    return level - picked.sum(-1), level, means
+    return level - target_logit.sum(-1), level, means
 
 
 def _words_gradient(x: Tensor, words: Tensor, targets: Tensor, level: Tensor, gradient: Tensor) -> Tensor:

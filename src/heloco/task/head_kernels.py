@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def losses_kernel(
-    x, weight, targets, high, total, picked, means, tokens, vocab, blocks, chunk,
+    x, weight, targets, high, total, target_logit, means, tokens, vocab, blocks, chunk,
     WIDTH: tl.constexpr, TOKENS: tl.constexpr, WORDS: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Of each token over one chunk of the vocabulary, with h the largest logit there: h, Σ exp(logit − h), the target's logit if
@@ -27,10 +27,10 @@ def losses_kernel(
     c, chunks = tl.program_id(1), tl.num_programs(1)
     t = (tl.program_id(0) % blocks) * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, WIDTH)
-    here = t < tokens
+    token_mask = t < tokens
     row = slice_ * tokens + t
-    xs = tl.load(x + row[:, None] * WIDTH + d[None, :], mask=here[:, None], other=0.0).to(tl.float16)
-    target = tl.load(targets + row, mask=here, other=-1)
+    xs = tl.load(x + row[:, None] * WIDTH + d[None, :], mask=token_mask[:, None], other=0.0).to(tl.float16)
+    target = tl.load(targets + row, mask=token_mask, other=-1)
     top = tl.full([TOKENS], -1e30, tl.float32)
     sums = tl.zeros([TOKENS], tl.float32)
     own = tl.zeros([TOKENS], tl.float32)
@@ -49,11 +49,11 @@ def losses_kernel(
             mean = tl.dot((p * 16384.0).to(tl.float16), w, mean * shrink[:, None])
         top = new
     at = row * chunks + c
-    tl.store(high + at, top, mask=here)
-    tl.store(total + at, sums, mask=here)
-    tl.store(picked + at, own, mask=here)
+    tl.store(high + at, top, mask=token_mask)
+    tl.store(total + at, sums, mask=token_mask)
+    tl.store(target_logit + at, own, mask=token_mask)
     if MEANS:
-        tl.store(means + at[:, None] * WIDTH + d[None, :], mean * (1 / 16384.0), mask=here[:, None])
+        tl.store(means + at[:, None] * WIDTH + d[None, :], mean * (1 / 16384.0), mask=token_mask[:, None])
 
 
 @triton.jit
@@ -64,12 +64,12 @@ def weight_gradient_kernel(
     """∂w of one chunk of the vocabulary. All tokens of a slice are one tile; `scale` brings g into fp16's range."""
     slice_, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     t, d = tl.arange(0, TOKENS), tl.arange(0, WIDTH)
-    here = t < tokens
+    token_mask = t < tokens
     row = slice_ * tokens + t
-    xs = tl.load(x + row[:, None] * WIDTH + d[None, :], mask=here[:, None], other=0.0).to(tl.float16)
-    target = tl.load(targets + row, mask=here, other=-1)
-    level = tl.load(lse + row, mask=here, other=0.0)
-    g = tl.load(scale + row, mask=here, other=0.0)  # 0 for what is beyond the tokens
+    xs = tl.load(x + row[:, None] * WIDTH + d[None, :], mask=token_mask[:, None], other=0.0).to(tl.float16)
+    target = tl.load(targets + row, mask=token_mask, other=-1)
+    level = tl.load(lse + row, mask=token_mask, other=0.0)
+    g = tl.load(scale + row, mask=token_mask, other=0.0)  # 0 for what is beyond the tokens
     back = tl.load(unscale)
     weight += slice_ * vocab * WIDTH
     gradient += slice_ * vocab * WIDTH

@@ -87,9 +87,9 @@ class ImagesTask:
             return ShapesNet()
 
     def batch(self, shard: int, positions: Positions) -> tuple[Tensor, Tensor]:
-        picked = torch.from_numpy(self._orders[shard].locate(positions))
+        indices = torch.from_numpy(self._orders[shard].locate(positions))
         images, labels = self._train[shard]
-        return images[picked], labels[picked]
+        return images[indices], labels[indices]
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1])

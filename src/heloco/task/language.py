@@ -71,9 +71,9 @@ class LanguageTask:
                 f"The validation text of {name!r} has {len(tokens)} tokens, too few for a context of {self.context}: "
                 "give more text or a shorter --context."
             )
-        picked = np.unique(np.linspace(0, count - 1, num=min(count, at_most)).astype(np.int64))
+        window_indices = np.unique(np.linspace(0, count - 1, num=min(count, at_most)).astype(np.int64))
         return torch.from_numpy(
-            np.stack([tokens[i * self.context : (i + 1) * self.context + 1] for i in picked]).astype(np.int64)
+            np.stack([tokens[i * self.context : (i + 1) * self.context + 1] for i in window_indices]).astype(np.int64)
         )
 
     @property

@@ -40,7 +40,7 @@ class Layout:
     entries: tuple[tuple[str, str, tuple[int, ...]], ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+    def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Layout":
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold.")

@@ -35,7 +35,7 @@ class ModelBlocks:
         self._digest = _digest_of(self._frozen) if self._frozen else None
         self._buffers = dict(_buffers(model, include_all))
         try:
-            self.layout = Layout.of(self.name_tensors())
+            self.layout = Layout.from_tensors(self.name_tensors())
         except ValueError as error:
             kinds = {str(p.dtype): name for name, p in self.parameters.items()}
             raise UserError(f"The model cannot travel: {error} Its dtypes are {', '.join(kinds)}.") from error

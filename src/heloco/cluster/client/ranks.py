@@ -15,9 +15,9 @@ class Ranks:
     """Rank 0 talks to the run for all ranks. Without torch.distributed there is one rank."""
 
     def __init__(self) -> None:
-        together = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.size = torch.distributed.get_world_size() if together else 1
-        self.rank = torch.distributed.get_rank() if together else 0
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.size = torch.distributed.get_world_size() if is_distributed else 1
+        self.rank = torch.distributed.get_rank() if is_distributed else 0
 
     def ask(self, talk: Callable[[], T]) -> T:
         """Calls `talk` on rank 0 and returns its result on every rank. An error on rank 0 is raised on every rank."""

@@ -52,10 +52,10 @@ class Worker:
     this machine did the worker's last accepted one (`Assignment.keeps_state`); otherwise the round begins with a fresh state."""
 
     def __init__(
-        self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print, done: Callable[[], Any] = lambda: None
+        self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print, after_round: Callable[[], Any] = lambda: None
     ) -> None:
-        """`done` is called after each round that was handed in."""
-        self.tell, self.done = tell, done
+        """`after_round` is called after each round that was handed in."""
+        self.tell, self.after_round = tell, after_round
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self.before_step
         self.keep_state = config.inner.keep_state
@@ -126,7 +126,7 @@ class Worker:
             if self.keep_state and ack.verdict != "refused":
                 self._optimizer_states[worker] = contribution.memory
             self.rounds += 1
-            self.done()
+            self.after_round()
             return f"{name} was handed in and is {ack.verdict}"
         except Abandoned as reason:
             client.abandon(str(reason))

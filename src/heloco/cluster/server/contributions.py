@@ -91,7 +91,7 @@ class Contributions:
             machine = self.rounds.holder_of(ticket, key)
             self._check_room_for_lines(run)
             prepare = lambda: self._prepare_start(run)  # noqa: E731
-            ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, meanwhile=prepare)
+            ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, concurrent_work=prepare)
             self.rounds.put_down(machine, remove_upload=False)
             machine.refused = machine.refused + 1 if ack.verdict == "refused" else 0
             state.roster.note_transfer(machine, state.now_s)

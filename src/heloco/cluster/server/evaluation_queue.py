@@ -173,10 +173,10 @@ class EvaluationQueue:
         """Goes on with what is due at a checkpoint, of which these are the arrival and the tensors. `earlier`: lines that were
         written after it. Returns those that stay."""
         self._earlier = {record.arrival: record for record in earlier}
-        kept = []
+        valid_records = []
         for each in due:
             if (record := self._earlier.get(each.arrival)) and each.matches(record):
-                kept.append(self._earlier.pop(each.arrival))
+                valid_records.append(self._earlier.pop(each.arrival))
             elif path := self._intact_model(each):
                 self._models[each.arrival] = path
                 self._due.append(each)
@@ -184,7 +184,7 @@ class EvaluationQueue:
                 self.add(each, tensors)
             else:
                 log.warning("The evaluation at arrival %d was left out: its model is gone.", each.arrival)
-        return kept
+        return valid_records
 
     def _intact_model(self, due: EvaluationDue) -> Path | None:
         paths = self.folder.glob(f"arrival-{due.arrival:08d}.*.safetensors")

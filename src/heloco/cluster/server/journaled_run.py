@@ -58,8 +58,8 @@ class JournaledRun:
         self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
         self.path = folder.path if folder else path
         self.lines = DerivedLines(folder, observers or [])
-        self.start_layout = Layout.of(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
-        self.contribution_layout = Layout.of(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
+        self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
+        self.contribution_layout = Layout.from_tensors(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
         self.book = MachineBook()
         self.time_s = 0.0
         """Time of the last event."""
@@ -132,13 +132,13 @@ class JournaledRun:
         *,
         machine: str,
         time_s: float,
-        meanwhile: Callable[[], None] = lambda: None,
+        concurrent_work: Callable[[], None] = lambda: None,
     ) -> Acknowledgement:
         """Takes in a contribution that has arrived whole and was checked.
 
         1. Its file moves to the journal's folder, and its line is written. After an error up to here nothing has changed.
-        2. While both become durable, it is applied, and `meanwhile` is called. An error from here on ends the process: a restart
-           follows the journal.
+        2. While both become durable, it is applied, and `concurrent_work` is called. An error from here on ends the process: a
+           restart follows the journal.
         3. When both are durable, it is acknowledged. Only then is the acknowledgement kept for repeated commits."""
         event = Receive(
             time_s=time_s, worker=key.worker, round=key.round, version=key.version, machine=machine,
@@ -154,7 +154,7 @@ class JournaledRun:
             raise
         durable = self._background.submit(self.journal.make_durable, upload.fileno())
         try:
-            ack = self._arrive(event, contribution, meanwhile)
+            ack = self._arrive(event, contribution, concurrent_work)
         finally:
             durable.result()
         self._check_saving()
@@ -222,12 +222,12 @@ class JournaledRun:
             event.loss, event.last_loss, event.samples, event.units, release=drop_mapped_pages,
         )  # fmt: skip
 
-    def _arrive(self, event: Receive, contribution: Contribution, meanwhile: Callable[[], None]) -> Acknowledgement:
+    def _arrive(self, event: Receive, contribution: Contribution, concurrent_work: Callable[[], None]) -> Acknowledgement:
         self.time_s = event.time_s
         self.readers.wait()
         arrival = self.synchronizer.receive(contribution)
         digest = self._background.submit(self.digest)
-        meanwhile()
+        concurrent_work()
         self.holders.pop(arrival.worker, None)
         self._forget_digests()
         started_s = self.started_s[arrival.worker]

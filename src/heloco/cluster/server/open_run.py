@@ -221,10 +221,10 @@ def _remove_unfinished(path: Path) -> None:
 
 def _describe(task: Any, config: RunConfig, model: ExternalModel) -> RunFacts:
     facts = describe(task, config, model, clock="real")
-    named = zip(model.block_names, facts.blocks, strict=True)
+    named_blocks = zip(model.block_names, facts.blocks, strict=True)
     return replace(
         facts,
-        blocks=[BlockFacts(name, block.shape) for name, block in named],
+        blocks=[BlockFacts(name, block.shape) for name, block in named_blocks],
         buffers=model.buffer_names,
         dtypes=[str(p.dtype).removeprefix("torch.") for p in model.parameters()],
     )
@@ -242,5 +242,5 @@ def load_external_model(folder: RunFolder) -> ExternalModel:
         facts = folder.facts()
         model_tensors = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
         names = [block.name for block in facts.blocks] + facts.buffers
-        return ExternalModel(Layout.of(model_tensors), model_tensors, names)
+        return ExternalModel(Layout.from_tensors(model_tensors), model_tensors, names)
     raise damage or UserError(f"{folder.path} has no checkpoint, and with them the model that was brought is gone: restore them.")

@@ -67,14 +67,14 @@ class Resumption:
         for path in paths:
             try:
                 loaded = checkpoint.load(path, ServedState)
-                lost = self._lost_at(loaded[0], is_newest=path == paths[0])
+                lost_file = self._lost_at(loaded[0], is_newest=path == paths[0])
             except CheckpointDamaged as error:
                 damaged[path] = error
                 continue
-            if not lost:
+            if not lost_file:
                 self._note_choice(path.name, damaged, second_best)
                 return loaded
-            second_best = second_best or (loaded, lost)
+            second_best = second_best or (loaded, lost_file)
         if second_best is not None:
             self._set_aside(damaged)
             self.notices.append(f"{second_best[1]} is damaged and cannot be made again: the run continues without it.")

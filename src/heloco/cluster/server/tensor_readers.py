@@ -19,10 +19,10 @@ class TensorReaders:
         """Returns the function that the reader calls when it has read everything. It may be called again."""
         with self._changed:
             self._count += 1
-        once = threading.Lock()
+        leave_lock = threading.Lock()
 
         def leave() -> None:
-            if once.acquire(blocking=False):
+            if leave_lock.acquire(blocking=False):
                 with self._changed:
                     self._count -= 1
                     self._changed.notify_all()

@@ -73,7 +73,7 @@ class BlockKernels:
         release: Release | None = None,
     ) -> None:
         self._release = release
-        self._pieces = Pieces.of(tuple(map(Tensor.numel, momenta)))
+        self._pieces = Pieces.from_sizes(tuple(map(Tensor.numel, momenta)))
         self._dtypes = momenta[0].dtype, pseudo_gradients[0].dtype
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
         self._p, self._m, self._u = (

@@ -32,7 +32,7 @@ class Pieces:
 
     @staticmethod
     @lru_cache(maxsize=8)
-    def of(sizes: tuple[int, ...]) -> "Pieces":
+    def from_sizes(sizes: tuple[int, ...]) -> "Pieces":
         elements = np.array(sizes, dtype=np.int64)
         counts = np.maximum(1, -(-elements // PIECE))
         first = np.cumsum(counts) - counts

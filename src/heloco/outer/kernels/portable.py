@@ -93,7 +93,7 @@ class BlockKernels:
         """u·u, m·m and u·m of each block, a row each."""
         if not all(in_order(m, u) for _, m, u in self._blocks):  # with one transfer to the host for all blocks
             return np.array(torch.stack([_sums_elsewhere(m, u) for _, m, u in self._blocks]).tolist())
-        whole = Pieces.of(tuple(m.numel() for _, m, _ in self._blocks))
+        whole = Pieces.from_sizes(tuple(m.numel() for _, m, _ in self._blocks))
         adder, rows = _Adder(), list[list[float]]()
         for _, m, u in self._blocks:
             rows += adder.sums(m, u)

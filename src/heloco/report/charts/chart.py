@@ -124,8 +124,8 @@ def worker_groups(paces: Sequence[float], most: int = len(WORKER_COLOURS)) -> li
 
 def seat_groups(count: int, most: int = len(WORKER_COLOURS)) -> list[Group]:
     """Workers whose paces say nothing: each by itself, or, where there are many, neighbours together."""
-    together = -(-count // most)
-    parts = [list(range(begin, min(count, begin + together))) for begin in range(0, count, together)]
+    group_size = -(-count // most)
+    parts = [list(range(begin, min(count, begin + group_size))) for begin in range(0, count, group_size)]
     names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]
     return [Group(name, part, colour) for name, part, colour in zip(names, parts, WORKER_COLOURS, strict=False)]
 

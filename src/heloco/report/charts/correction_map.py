@@ -28,8 +28,8 @@ def heat_of(run: Run, cells: int) -> View | None:
     applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
     if not applied:
         return None
-    together = math.ceil(len(applied) / max(1, cells // len(blocks)))
-    parts = [applied[begin : begin + together] for begin in range(0, len(applied), together)]
+    column_size = math.ceil(len(applied) / max(1, cells // len(blocks)))
+    parts = [applied[begin : begin + column_size] for begin in range(0, len(applied), column_size)]
     heat = Heat(
         blocks=[block.name for block in blocks],
         sizes=[math.prod(block.shape) for block in blocks],
@@ -37,8 +37,8 @@ def heat_of(run: Run, cells: int) -> View | None:
         cosine=[[_mean(run, part, block) for part in parts] for block in range(len(blocks))],
         case=["".join(_most(run, part, block) for part in parts) for block in range(len(blocks))],
     )
-    note = f"Thinned: a column stands for {together} arrivals, with the mean of their cosines and their most frequent case."
-    return View(run.name, heat, [note] if together > 1 else [])
+    note = f"Thinned: a column stands for {column_size} arrivals, with the mean of their cosines and their most frequent case."
+    return View(run.name, heat, [note] if column_size > 1 else [])
 
 
 def _mean(run: Run, part: Sequence[int], block: int) -> float | None:

@@ -123,7 +123,7 @@ def _marked(line: Line, look: Look) -> list[int]:
     return sorted({*alone, *places[MARKERS.index(look["marker"]) % every :: every], *places[-1:]})
 
 
-def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], seen: Range, height_in: float) -> None:
+def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:
     for line in panel.lines:
         look, y = looks[line.kind], gapped(line.y)
         axes.plot(list(line.x), y, **look, markevery=_marked(line, look), zorder=4 if len(y) == 1 else 2.5 if line.paper else 3)
@@ -131,26 +131,26 @@ def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], seen: Range
             low, high = ([v + sign * half for v, half in zip(y, gapped(line.spread), strict=True)] for sign in (-1, 1))
             axes.fill_between(list(line.x), low, high, color=look["color"], alpha=0.16, linewidth=0, zorder=2)
     axes.set_title(panel.title)
-    axes.set_ylim(seen.low, seen.high)
+    axes.set_ylim(y_range.low, y_range.high)
     axes.margins(x=0.02)
     largest = max((abs(x) for line in panel.lines for x in line.x), default=0)
     if largest >= 5000:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
     values = [y for line in panel.lines for _, *both in line.points() for y in both]
-    beyond = [f"↑ to {max(values):.4g}"] if values and max(values) > seen.high else []
-    beyond += [f"↓ to {min(values):.4g}"] if values and min(values) < seen.low else []
+    beyond = [f"↑ to {max(values):.4g}"] if values and max(values) > y_range.high else []
+    beyond += [f"↓ to {min(values):.4g}"] if values and min(values) < y_range.low else []
     axes.set_title("  ".join(beyond), loc="right", fontsize=7, fontweight="normal", color="#666666")
     if sum(not line.paper for line in panel.lines) <= FEW_LINES:
-        _write_last_values(axes, panel, looks, seen, height_in)
+        _write_last_values(axes, panel, looks, y_range, height_in)
 
 
-def _write_last_values(axes: "Axes", panel: Panel, looks: dict[Kind, Look], seen: Range, height_in: float) -> None:
+def _write_last_values(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:
     """Right of the axes, in the lines' colours, pushed apart where they would overlap."""
     from matplotlib.colors import to_hex
 
     ends = [(line.last(), to_hex(looks[line.kind]["color"])) for line in panel.lines if not line.paper]
     finite_ends = sorted((y, colour) for y, colour in ends if y is not None)
-    heights = [(y - seen.low) / (seen.high - seen.low) for y, _ in finite_ends]
+    heights = [(y - y_range.low) / (y_range.high - y_range.low) for y, _ in finite_ends]
     for (y, colour), at in zip(finite_ends, spaced(heights, 9.5 / 72 / height_in), strict=True):
         axes.annotate(
             f"{y:.2f}" if 0.1 <= abs(y) < 1000 else f"{y:.3g}", (1, at), (3, 0), xycoords="axes fraction",

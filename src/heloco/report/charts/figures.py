@@ -172,9 +172,9 @@ def caption_of(figure: Figure) -> str:
     """The figure's caption, and what its axes leave out."""
     ranges = y_ranges(figure)
     sentences = [figure.caption] if figure.caption else []
-    for label, seen in ranges.items():
-        outside = [f"up to {seen.above:.4g} lie above"] if seen.above is not None else []
-        outside += [f"down to {seen.below:.4g} lie below"] if seen.below is not None else []
+    for label, y_range in ranges.items():
+        outside = [f"up to {y_range.above:.4g} lie above"] if y_range.above is not None else []
+        outside += [f"down to {y_range.below:.4g} lie below"] if y_range.below is not None else []
         if outside:
             axis = "the y axis" if len(ranges) == 1 else f"the axis of {label}"
             sentences.append(f"Early values {' and '.join(outside)} {axis}, which shows where the curves settle.")

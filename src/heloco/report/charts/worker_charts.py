@@ -42,21 +42,21 @@ def _timeline(run: Run) -> View:
         if worker in of_worker:
             of_worker[worker].append(i)
     total = sum(map(len, of_worker.values()))
-    together = max(1, math.ceil(total / SPANS))
+    rounds_per_bar = max(1, math.ceil(total / SPANS))
     colours = {worker: group.colour for group in groups_of(run) for worker in group.workers}
     spans = Spans(time_label([run]), [_row(run, w) for w in shown], [], [], [], [], [], [colours[w] for w in shown])
     for row, worker in enumerate(shown):
         places = of_worker[worker]
-        for begin in range(0, len(places), together):
-            part = places[begin : begin + together]
+        for begin in range(0, len(places), rounds_per_bar):
+            part = places[begin : begin + rounds_per_bar]
             spans.row.append(row)
             spans.start.append(tape.start_s[part[0]])
             spans.end.append(tape.time_s[part[-1]])
             spans.count.append(len(part))
             spans.hover.append(_hover_text(run, part))
     notes = [f"{len(shown)} of {len(paces)} workers are shown, from the first to the last."] if len(shown) < len(paces) else []
-    if together > 1:
-        notes.append(f"Thinned: {total:,} rounds, up to {together} of a worker in one bar.")
+    if rounds_per_bar > 1:
+        notes.append(f"Thinned: {total:,} rounds, up to {rounds_per_bar} of a worker in one bar.")
     if run.facts.is_real:
         notes.append("In brackets: seconds per inner step as measured, from handing out to arrival, transfers included.")
     return View(run.name, spans, notes)
