@@ -33,8 +33,10 @@ RUNS = {
     "dropping": 12 * 3,
     "ablation": 3 * 16,
     "sensitivity": 22,
+    "inner": 3 * 7,
     "recipe": 2 * (14 + 1) + 5 * 13 + 6 * 4,
     "scale": 8 * 5,
+    "size": 3 * 8,
 }
 """Distinct runs of one seed."""
 
