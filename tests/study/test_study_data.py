@@ -30,7 +30,7 @@ RUNS = {
     "languages": 2 * 4 + 1,
     "staleness": 13 * 2,
     "flexible": 13,
-    "dropping": 12 * 3,
+    "dropping": 12 * 6,
     "ablation": 3 * 16,
     "sensitivity": 22,
     "inner": 3 * 7,
@@ -67,6 +67,7 @@ def test_studies_share_their_runs(scale):
     assert runs_of("staleness", scale).keys() <= table1
     assert runs_of("languages", scale).keys() <= convergence
     assert len(runs_of("dropping", scale).keys() & table1) == 12
+    assert len(runs_of("dropping", scale).keys() & runs_of("flexible", scale).keys()) == 12
     assert len(runs_of("ablation", scale).keys() & table1) == 3 * 4  # heloco, heloco-ramp, mla, async-nesterov
     shared = runs_of("sensitivity", scale).keys() & (table1 | runs_of("flexible", scale).keys())
     assert len(shared) == (2 if scale == "paper" else 1)
