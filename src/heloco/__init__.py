@@ -38,8 +38,8 @@ _HOME = {
     "Simulation": "heloco.engine.simulation",
     "simulate": "heloco.engine.simulate",
     "Result": "heloco.engine.simulate",
-    "join": "heloco.cluster.client.join",
-    "JoinedLoop": "heloco.cluster.client.join",
+    "join": "heloco.cluster.client.joined_loop",
+    "JoinedLoop": "heloco.cluster.client.joined_loop",
     "HeLoCoCallback": "heloco.cluster.client.hf_callback",
     "Task": "heloco.task",
     "DatasetTask": "heloco.task.datasets",
@@ -51,8 +51,8 @@ __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
     from heloco.cluster.client.hf_callback import HeLoCoCallback as HeLoCoCallback
-    from heloco.cluster.client.join import JoinedLoop as JoinedLoop
-    from heloco.cluster.client.join import join as join
+    from heloco.cluster.client.joined_loop import JoinedLoop as JoinedLoop
+    from heloco.cluster.client.joined_loop import join as join
     from heloco.engine.simulate import Result as Result
     from heloco.engine.simulate import simulate as simulate
     from heloco.engine.simulation import Simulation as Simulation

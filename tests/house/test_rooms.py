@@ -48,6 +48,11 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+def test_no_two_modules_share_a_name() -> None:
+    names = [path.stem for path in MODULES if not path.stem.startswith("__")]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """(line, absolute module or module.name) of every import in a file, inside functions too."""
     package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]

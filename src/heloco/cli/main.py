@@ -15,16 +15,8 @@ from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, 
 from heloco.cli.admin import stop as stop_run
 from heloco.cli.doctor import add_doctor_flags, doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
-from heloco.cli.join import (
-    add_join_flags,
-    add_replay_flags,
-    add_rollback_flags,
-    add_status_flags,
-    join,
-    replay,
-    rollback,
-    status,
-)
+from heloco.cli.join import add_join_flags, add_status_flags, join, status
+from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
 from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study import add_study_flags, study

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heloco.inner.addresses import Addresses
+from heloco.inner.address_table import AddressTable
 from heloco.inner.options import InnerOptions
 
 CHUNK = 2048  # elements per program of the kernel
@@ -45,7 +45,7 @@ class AdamW:
             pieces = [(block, size, start) for block, size in enumerate(sizes) for start in range(0, size, CHUNK)]
             self._aligned = all(size % 4 == 0 for size in sizes)
             self._pieces = torch.from_numpy(np.array(pieces, dtype=np.int64)).to(parameters[0].device)
-            self._addresses = Addresses(len(sizes), 4, parameters[0].device)
+            self._addresses = AddressTable(len(sizes), 4, parameters[0].device)
 
     def move(self, gradients: Sequence[Tensor], factors: Tensor) -> None:
         """`factors`: those of `adamw_factors`."""

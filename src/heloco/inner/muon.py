@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from heloco.inner import adamw
-from heloco.inner.addresses import Addresses
+from heloco.inner.address_table import AddressTable
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
 """Of the Newton-Schulz iteration; these and the two below are torch's defaults."""
@@ -48,7 +48,7 @@ class MuonGroup:
         self._parameters, self._momenta, self._momentum = parameters, momenta, momentum
         _, rows, columns = parameters[0].shape
         self._size = RMS_OF_ADAMW * math.sqrt(max(rows, columns))
-        self._addresses = Addresses(len(parameters), 3, parameters[0].device) if serves(parameters) else None
+        self._addresses = AddressTable(len(parameters), 3, parameters[0].device) if serves(parameters) else None
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
         decay, size, rise = 1 - lr * weight_decay, lr * self._size, (1 - self._momentum) * active
@@ -63,7 +63,7 @@ class MuonGroup:
         for p, direction in zip(self._parameters, orthogonal, strict=True):
             p.mul_(_per_slice(decay, p)).sub_(_per_slice(size, p) * direction)
 
-    def _launch(self, addresses: Addresses, gradients: list[Tensor], numbers: Tensor) -> None:
+    def _launch(self, addresses: AddressTable, gradients: list[Tensor], numbers: Tensor) -> None:
         from heloco.inner.muon_kernel import muon_kernel
 
         addresses.set(list(zip(self._parameters, self._momenta, gradients, strict=True)))

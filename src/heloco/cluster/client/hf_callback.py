@@ -4,7 +4,7 @@ import atexit
 from collections.abc import Callable
 from typing import Any
 
-from heloco.cluster.client.join import JoinedLoop, join
+from heloco.cluster.client.joined_loop import JoinedLoop, join
 from heloco.cluster.protocol.link import Link
 from heloco.errors import UserError
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Addresses:
+class AddressTable:
     """A table on the device: a row for each block, a column for each of its tensors."""
 
     def __init__(self, blocks: int, columns: int, device: torch.device) -> None:
