@@ -11,8 +11,9 @@ train: setup
 	$(BIN)/heloco train
 
 # the outer steps and what is recorded of them must not depend on a C compiler
-PORTABLE := tests/outer/test_outer_kernels.py tests/outer/test_outer_rules.py tests/synchronizer/test_synchronizer.py tests/cluster/test_journaled_run.py \
-	tests/cluster/test_gateway.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
+PORTABLE := tests/outer/test_outer_kernels.py tests/outer/test_outer_rules.py tests/outer/test_outer_state.py tests/outer/test_outer_refusals.py \
+	tests/outer/test_outer_step.py tests/synchronizer tests/cluster/test_journaled_run.py \
+	tests/cluster/test_gateway_runs.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
 
 test: lint
 	$(BIN)/pytest -m "not long" --numprocesses 3 --dist loadfile --no-loadscope-reorder

@@ -35,8 +35,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as whoever runs tests i
 
 
 LONG_FILES = (
-    "test_serve", "test_warm_restart", "test_faults", "test_attacks", "test_durability", "test_gateway", "test_ray", "test_fleet",
-    "test_report_browser", "test_watch", "test_study", "test_stacked", "test_private_folder", "test_join_hooks", "test_resume",
+    "test_serve_going_run", "test_warm_restart", "test_faults", "test_attacks", "test_serve_finished_run", "test_failing_disks",
+    "test_gateway_transfers", "test_ray_runs", "test_fleet", "test_report_browser", "test_watch", "test_study", "test_stacked",
+    "test_private_folder", "test_join_hooks_numbers", "test_resume", "test_gateway_tokens", "test_gateway_runs",
+    "test_ray_reach", "test_join_hooks_processes",
 )  # fmt: skip
 """The files that take longest. They begin first, so that in the end no process works alone."""
 

@@ -1,4 +1,4 @@
-"""Runs that several files of tests serve."""
+"""Runs that several files of tests serve, and their clock."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from heloco.engine.build import build_task
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
 from support.gateways import SETTINGS, Serve, Served
+from support.small_cluster import Clock
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,13 @@ def serve(tiny: tuple[Task, RunConfig], tmp_path: Path) -> Iterator[Serve]:
     yield begin
     for served in served_runs:
         served.close()
+
+
+@pytest.fixture
+def served(serve: Serve) -> Served:
+    return serve()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()

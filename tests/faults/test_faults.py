@@ -7,8 +7,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="the gateway's parts are not installed")
 pytest.importorskip("cryptography", reason="the gateway's parts are not installed")
 
-from faults.fault_list import POINTS, faults_in_time
-from faults.run import KINDS, Fault, check_ledger, engine_settings, faults_of, run_once, run_side_by_side
+from faults.account import check_ledger
+from faults.fault_list import KINDS, POINTS, Fault, faults_in_time, faults_of
+from faults.run import engine_settings, run_once, run_side_by_side
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.ledger import ShardPage

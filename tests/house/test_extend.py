@@ -1,14 +1,7 @@
-"""Rules, weights, shard policies and tasks from outside: registered in this process, and from an installed package."""
+"""Rules, weights, shard policies and tasks from outside, registered in this process."""
 # ruff: noqa: ARG005
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -23,22 +16,17 @@ from heloco.outer import MLA, HeLoCo, Nesterov, OuterOptimizer
 from heloco.outer.heloco import heloco_step
 from heloco.outer.mla import mla_step
 from heloco.outer.nesterov import nesterov_step
-from heloco.policy import SHARD_POLICIES, WEIGHTS, Standing, make_choice, make_weight
+from heloco.policy import SHARD_POLICIES, Standing, make_choice, make_weight
 from heloco.registry import NotInstalled, Registry
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.settings import knob_settings, to_toml
 from heloco.task import TASKS
+from support.extensions import Block, Fading, build_sums, sign_step
 from support.repository import REPOSITORY
-from support.runs import TINY, TINY_MODEL, Done, evals, heloco, tape
+from support.runs import heloco
 from support.small_cluster import Hand, opened
 
-Block = tuple[Tensor, Tensor]
-
-
-def sign_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.01, momentum: float = 0.5) -> Block:
-    """Signed momentum."""
-    m = momentum * m + (1 - momentum) * rho * delta
-    return theta - lr * m.sign(), m
+pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
 
 
 def counting_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, state: dict[str, Any], *, lr: float = 0.1) -> Block:
@@ -46,15 +34,6 @@ def counting_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, state: di
     state["arrivals"] = state.get("arrivals", 0) + 1
     state["total"] = state.get("total", torch.zeros_like(m)) + rho * delta
     return theta - lr * state["total"] / state["arrivals"], m
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_registered() -> Iterator[None]:
-    registries: list[Registry[Any]] = [METHODS, WEIGHTS, SHARD_POLICIES, TASKS]
-    before = [dict(registry.registered) for registry in registries]
-    yield
-    for registry, items in zip(registries, before, strict=True):
-        registry.registered = items
 
 
 def simulated(**settings: Any) -> Any:
@@ -245,15 +224,6 @@ def test_a_name_that_two_packages_offer_cannot_be_used_and_one_that_is_found_twi
 # ---- weights, shard policies, tasks
 
 
-@dataclass(frozen=True)
-class Fading:
-    length: int = 0
-    power: float = 1.0
-
-    def __call__(self, standing: Standing) -> float:
-        return float((1 - standing.arrivals / (self.length + 1)) ** self.power)
-
-
 def test_a_weight_with_options():
     package.register_weight("fading", Fading)
     lines = simulated(weight="fading", weight_power=2.0).tape
@@ -293,153 +263,12 @@ def test_shard_policies():
         make_choice("wrong", workers=1, shards=2, seed=0)(0, 0, [None, None])
 
 
-def build_sums(config: RunConfig) -> package.Task:
-    """A task of one's own: whether a line learns to add three numbers."""
-    with torch.random.fork_rng():
-        torch.manual_seed(config.run.seed)
-        model, numbers = torch.nn.Linear(3, 1), torch.randn(64, 3)
-    data = [(x, x.sum(0, keepdim=True)) for x in numbers]
-
-    def loss(model: Any, batch: Any) -> Tensor:
-        return (model(batch[0]) - batch[1]).square().mean()
-
-    return package.DatasetTask(model, loss, {"a": data[:32], "b": data[32:]}, validation={"all": data[::4]}, seed=config.run.seed)
-
-
 def test_a_task_by_its_name():
     package.register_task("sums", build_sums)
     result = package.simulate("sums", paces=[1, 3], arrivals=10, inner_steps=3, batch_size=4, lr=0.05)
     assert result.config.input.task == "sums" and result.evals[-1].mean["loss"] < result.evals[0].mean["loss"]
     with pytest.raises(UserError, match="There is no task 'sum' here; did you mean 'sums'"):
         package.simulate("sum")
-
-
-# ---- from an installed package, in processes of their own
-
-MODULE = (
-    "from dataclasses import dataclass\n"
-    "from torch import Tensor\n"
-    "from test_extend import Fading, build_sums, sign_step\n"
-    "from heloco import Method\n"
-    "ahead = Method(name='', rule=sign_step, options={'lookahead': True, 'lr': 0.003}, about='Signed, and ahead.')\n"
-    "def rotating(worker, round_index, shards):\n"
-    "    return (worker + round_index) % len(shards)\n"
-)
-ENTRY_POINTS = """
-[heloco.methods]
-sign = own_rules:sign_step
-sign-ahead = own_rules:ahead
-broken = own_rules.missing:nothing
-mla = own_rules:sign_step
-[heloco.weights]
-fading = own_rules:Fading
-[heloco.shards]
-rotating = own_rules:rotating
-[heloco.tasks]
-sums = own_rules:build_sums
-"""
-OWN = ("--method", "sign-ahead", "--weight", "fading", "--weight-power", "2", "--assign", "rotating", "--outer-lr", "0.004")
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as pip leaves it: a module, and the package's metadata."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (folder / "own_rules.py").write_text(MODULE)
-    metadata = folder / "own_rules-0.3.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rules\nVersion: 0.3\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    return folder
-
-
-def in_process(*arguments: str | Path, path: Path | None = None) -> Done:
-    """`heloco ARGUMENTS` in a process with this folder on its path."""
-    places = [str(path)] if path else []
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*places, *sys.path]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    return Done(process.returncode, process.stdout, process.stderr)
-
-
-@pytest.fixture(scope="module")
-def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:  # noqa: ARG001
-    """The folder of a run with a rule, a weight and a shard policy of the package."""
-    folder = tmp_path_factory.mktemp("trained") / "run"
-    result = in_process("train", *TINY, *OWN, "--out", folder, path=installed)
-    assert result.code == 0, result.err
-    return folder
-
-
-def test_heloco_train_finds_what_a_package_offers(trained):
-    config, meta = (trained / "config.toml").read_text(), json.loads((trained / "run.json").read_text())
-    for line in ('method = "sign-ahead"', "outer_lr = 0.004", "lookahead = true", 'weight = "fading"', "weight_power = 2.0"):
-        assert line in config.splitlines()
-    assert meta["plugins"] == {
-        "method sign-ahead": "own-rules 0.3", "arrival weight fading": "own-rules 0.3", "shard policy rotating": "own-rules 0.3",
-    }  # fmt: skip
-    lines = tape(trained)
-    assert [line["weight"] for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
-    assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % 5 for line in lines]
-
-
-def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
-    result = in_process("methods", path=installed)
-    assert "sign-ahead\n    Signed, and ahead." in result.out and "lookahead=True" in result.out
-    assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in result.err
-    assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in result.err
-    broken = in_process("train", *TINY, "--method", "broken", path=installed)
-    assert broken.code == 2 and "The method 'broken' of own-rules 0.3 cannot be used" in broken.sentence
-
-
-def test_a_run_is_resumed_with_the_package_and_without_it_says_what_to_install(trained, installed):
-    last = trained / "checkpoints" / "arrival-00000008"
-    for name in ("SHA256SUMS", "state.json"):  # the last checkpoint is lost: the run goes on from the one before
-        (last / name).unlink(missing_ok=True)
-    for path in sorted(last.iterdir()):
-        path.unlink()
-    last.rmdir()
-    before = tape(trained)
-    missing = heloco("resume", trained)
-    assert missing.code == 2
-    assert missing.sentence.startswith(f"The run in {trained} uses the ")
-    assert missing.sentence.endswith(", which is not installed here: install own-rules 0.3.")
-    assert in_process("resume", trained, path=installed).code == 0
-    assert tape(trained) == before
-    assert heloco("eval", trained, "--json").code == 0, "an evaluation needs no outer rule"
-    assert heloco("report", trained, "--out", trained.parent / "report.html").code == 0
-
-
-def test_a_study_uses_it(installed, tmp_path):
-    (tmp_path / "mine.toml").write_text(
-        'like = "table1"\n[small]\narrivals = 4\ninner_steps = 1\n[rows]\n"1,2" = { paces = [1, 1, 1, 1, 2] }\n'
-        '[methods]\nsign = {}\nslow = { method = "sign", outer_lr = 0.001, weight = "fading" }\n'
-        '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
-    )
-    out = tmp_path / "results"
-    result = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
-    assert result.code == 0, result.err
-    assert len(list((out / "runs").glob("*.json*"))) == 2
-    assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
-
-
-SERVED = (*TINY_MODEL, "--batch-size", "2", "--inner-steps", "2", "--arrivals", "12", "--device", "cpu", *OWN)
-HERE = ("--ray", "off", "--host", "127.0.0.1", "--port", "0", "--workers", "2")
-
-
-def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
-    for part in ("uvicorn", "starlette", "httpx", "cryptography"):
-        pytest.importorskip(part, reason=f"{part} is not installed")
-    folder = tmp_path / "run"
-    result = in_process("serve", "--out", folder, *SERVED, *HERE, path=installed)
-    assert result.code == 0, (result.out, result.err)
-    assert len(tape(folder)) == 12 and "sign-ahead" in (folder / "config.toml").read_text()
-    assert [line["arrival"] for line in evals(folder)][-1] == 12
-    replayed = in_process("replay", folder, path=installed)
-    assert replayed.code == 0 and "All are the same, to the bit." in replayed.out, replayed.err
-    for command in (("replay", folder), ("serve", folder, *HERE), ("rollback", folder, "--to", "6")):
-        refused = heloco(*command)
-        assert refused.code == 2 and refused.sentence.endswith("which is not installed here: install own-rules 0.3."), command
 
 
 def test_machines_that_join_need_the_task_and_not_the_rule():

@@ -16,7 +16,7 @@ BESIDES_ROOMS = {
     "faults": "processes that are killed, cut off, or run out of disk",
     "attack": "strangers and bad machines",
     "house": "the code itself, the README, what others add to it",
-    "support": "what tests of several folders use",
+    "support": "what several test files use",
 }
 FILES = sorted(path for path in TESTS.rglob("*.py") if "__pycache__" not in path.parts)
 

@@ -1,74 +1,29 @@
 """The outer step's GPU kernels: on a GPU where there is one, else on the CPU through Triton's interpreter."""
 
 import math
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, NotFinite, OuterOptimizer, kernels
+from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, NotFinite, kernels
 from heloco.outer.correction import combine
 from heloco.outer.heloco import heloco_step
 from heloco.outer.kernels import portable
 from heloco.outer.kernels.coefficients import coefficients
 from support.equations import GROUPS, VARIANTS, Equations, assert_same, feed, grouped, momenta, pair, run
+from support.gpu_blocks import DEVICE, EPS, blocks, gpu, near, parameters, random, with_state
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is imported
-triton = pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed here")
-if DEVICE == "cpu" and "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("Triton was imported without its interpreter, and there is no GPU", allow_module_level=True)
-import triton.language as tl  # noqa: E402
-
-from heloco.outer.kernels import gpu  # noqa: E402
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # numpy's, about cases that are not chosen
+pytestmark = [
+    pytest.mark.usefixtures("triton_runs", "through_the_gpu_kernels"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # numpy's, about cases that are not chosen
+]
 only_on_a_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU")
-EPS = torch.finfo(torch.float32).eps
 HALF = [torch.bfloat16, torch.float16]
 SIZES = [1, 3, 0, 1000, gpu.TAIL + 1, gpu.CHUNK - 1, gpu.CHUNK, gpu.CHUNK + 1, 2 * gpu.CHUNK, 3 * gpu.CHUNK + 5]
 RULE = (0.8, 0.3, 0.7, 0.9, 0.1)
-
-
-@triton.jit
-def counted(number, out):
-    for _ in range(tl.load(number)):
-        tl.store(out, tl.load(out) + 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreter() -> None:
-    """Some releases of Triton's interpreter and numpy do not go together."""
-    out = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    try:
-        counted[(1,)](torch.full_like(out, 3), out)
-    except Exception as error:
-        pytest.skip(f"Triton does not run here: {error!r}")
-    assert out.item() == 3
-
-
-@pytest.fixture(autouse=True)
-def through_the_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kernels, "on_gpu", attrgetter(f"is_{DEVICE}"))
-    kernels.gpu_kernels.cache_clear()
-    yield
-    kernels.gpu_kernels.cache_clear()
-
-
-def random(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def blocks(sizes: list[int], p: torch.dtype = torch.float32, u: torch.dtype = torch.float32) -> list[list[Tensor]]:
-    """Lists θ, m and Δ of blocks of these sizes."""
-    return [[random(n, 3 * i + k, dtype) for i, n in enumerate(sizes)] for k, dtype in enumerate((p, torch.float32, u))]
 
 
 def at_cosines(cosines: list[float | None], size: int = 40, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
@@ -88,22 +43,6 @@ def copies(*lists: list[Tensor]) -> list[list[Tensor]]:
 def shifted(x: Tensor) -> Tensor:
     """The same numbers one element behind the beginning of the memory, so that they are not aligned."""
     return torch.cat([x.new_zeros(1), x])[1:]
-
-
-def with_state(optimizer: OuterOptimizer, params: list[Tensor], m: list[Tensor], u: list[Tensor]) -> OuterOptimizer:
-    for p, of_p, delta in zip(params, m, u, strict=True):
-        optimizer.state[p]["momentum_buffer"] = of_p
-        p.grad = delta
-    return optimizer
-
-
-def parameters(tensors: list[Tensor]) -> list[Tensor]:
-    return [torch.nn.Parameter(x.clone()) for x in tensors]
-
-
-def near(left: list[Tensor], right: list[Tensor], ulps: float = 16, eps: float = EPS) -> None:
-    for x, y in zip(left, right, strict=True):
-        torch.testing.assert_close(x.detach().double(), y.detach().double(), rtol=ulps * eps, atol=ulps * eps)
 
 
 # ---- the two passes
@@ -290,80 +229,6 @@ def test_after_a_refused_step_the_next_one_is_made() -> None:
     with pytest.raises(NotFinite):
         optimizer.step()
     assert_same(run(optimizer, ours, [u]), run(with_state(HeLoCo(theirs), theirs, copies(m)[0], u), theirs, [u]))
-
-
-# ---- which blocks go through these kernels
-
-
-class Wrapped(Tensor):
-    """A tensor subclass, as DTensor is one: its data pointer may mean nothing."""
-
-
-def test_plain_contiguous_blocks_of_these_precisions_are_served() -> None:
-    x = torch.ones(4, 4, device=DEVICE)
-    for p in (x, torch.nn.Parameter(x)):
-        for u in (x, x.bfloat16(), x.half()):
-            assert kernels.kernels_for(p, x, u)[0] is gpu
-    unserved = [x.double(), x.t()[:3], torch.ones(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last)]
-    for y in (*unserved, x.as_subclass(Wrapped)):
-        assert kernels.kernels_for(y, y, y)[0] is portable
-    assert kernels.kernels_for(x, x.half(), x)[0] is portable
-    assert kernels.kernels_for(x.half(), x, x)[0] is portable
-
-
-def test_a_model_of_mixed_blocks_is_stepped_in_one_go() -> None:
-    kinds = [lambda x: x, lambda x: x.bfloat16(), lambda x: x.double(), lambda x: x.t(), lambda x: x, lambda x: x.half()]
-    gradients = [kind(random(9, i).view(3, 3)) for i, kind in enumerate(kinds)]
-    params = [torch.nn.Parameter(torch.zeros_like(x)) for x in gradients]
-    optimizer = MLA(params)
-    poisoned = [*gradients[:4], torch.full_like(gradients[4], math.nan), gradients[5]]
-    feed(params, poisoned)
-    with pytest.raises(NotFinite, match="block 4"):
-        optimizer.step()
-    assert not any(p.detach().any() for p in params)
-    feed(params, gradients)
-    optimizer.step()
-    for p, gradient, outcome in zip(params, gradients, optimizer.outcomes, strict=True):
-        near([p], [-0.7 * 1.09 * gradient.double()], 2, max(EPS, torch.finfo(p.dtype).eps))
-        assert outcome.pseudo_gradient_norm == pytest.approx(float(gradient.double().norm()), rel=1e-6)
-
-
-def test_triton_is_not_imported_before_there_is_a_block_for_it() -> None:
-    """In a process of its own, where it cannot be: a CPU does without it."""
-    program = (
-        "import sys; sys.modules['triton'] = None\n"
-        "import torch, heloco; p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3)\n"
-        "outer = heloco.HeLoCo([p]); outer.step(); outer.lookahead(); sys.exit('heloco.outer.kernels.gpu' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def without_triton(patch: pytest.MonkeyPatch) -> None:
-    patch.delattr(kernels, "gpu")
-    patch.setitem(sys.modules, "heloco.outer.kernels.gpu", None)
-
-
-def with_a_triton_that_fails(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gpu, "statistics_kernel", {})
-
-
-@pytest.mark.parametrize("broken", [without_triton, with_a_triton_that_fails])
-@pytest.mark.filterwarnings("ignore:Outer steps on this GPU take torch's operations")
-def test_without_a_working_triton_the_portable_kernels_serve(broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, m, u = blocks([40, 3])
-    params = parameters(p)
-    with monkeypatch.context() as patch:
-        broken(patch)
-        assert kernels.kernels_for(p[0], m[0], u[0])[0] is portable
-        with_state(HeLoCo(params), params, m, u).step()
-    assert not torch.equal(params[0], p[0])
-
-
-def test_a_triton_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_a_triton_that_fails(monkeypatch)
-    x = torch.ones(1, device=DEVICE)
-    with pytest.warns(UserWarning, match=r"^Outer steps on this GPU take .* KeyError.*\.$"):
-        kernels.kernels_for(x, x, x)
 
 
 # ---- the other rules, and the look-ahead

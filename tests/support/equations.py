@@ -19,6 +19,10 @@ F64 = torch.float64
 VARIANTS = [{"reorient": r, "weigh": w} for r in ("printed", "ramp") for w in ("after", "before")]
 
 
+COSINES = [-1.0, -0.7, -1e-9, 1e-9, 0.1, 0.1999999, 0.2000001, 0.6, 1.0]
+"""Each case, and both sides of where one case ends and the next begins."""
+
+
 def pair(cosine: float, u_norm: float, m_norm: float, shape: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
     """A pseudo-gradient and a momentum of these norms at this cosine."""
     generator = torch.Generator().manual_seed(seed)

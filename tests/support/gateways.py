@@ -8,6 +8,7 @@ import httpx
 import torch
 from torch import Tensor
 
+from heloco.cluster.client.worker import Worker
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.gateway.server import GatewayServer
 from heloco.cluster.protocol.link import digest_of
@@ -16,6 +17,8 @@ from heloco.cluster.server.process import ListenConfig, RunHost
 from heloco.cluster.server.service import Service
 from heloco.records.events import Event
 from heloco.records.journal_reader import FOLDER, read_events
+from heloco.run import RunConfig
+from heloco.task import Task
 from heloco.wire.layout import Layout, pieces
 
 SETTINGS: dict[str, Any] = {
@@ -24,6 +27,8 @@ SETTINGS: dict[str, Any] = {
     "beat_s": 0.2, "device": "cpu",
 }  # fmt: skip
 NUMBERS = {"loss": 1.0, "last_loss": 1.0, "samples": 6, "units": 96}
+NOBODY = Ticket(machine="m#1", secret="x")
+"""A machine that no run knows."""
 
 
 REPORT = ContributionReport(**NUMBERS)
@@ -122,6 +127,11 @@ class Machine:
 
 
 Serve = Callable[..., Served]
+
+
+def train(tiny: tuple[Task, RunConfig], link: Any, name: str, **options: Any) -> str:
+    """A machine that does train takes part until the run ends; returns what it says then."""
+    return Worker(*tiny, tell=lambda _: None).run(link, name, link.describe().run, **options)
 
 
 def page_of(folder: Path) -> Any:

@@ -1,5 +1,6 @@
 """Synchronizers over a model of two small blocks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from heloco.books import Books
 from heloco.ledger import Ledger
 from heloco.methods import METHODS
 from heloco.policy import Drop, NormGuard, make_choice, make_weight
-from heloco.rounds import Arrival, Contribution
+from heloco.rounds import Arrival, Contribution, Round
 from heloco.synchronizer import Synchronizer
 
 F64 = torch.float64
@@ -52,6 +53,10 @@ def build(
     )
 
 
+def answer(handed: Round, deltas: list[Tensor], buffers: list[Tensor] | None = None) -> Contribution:
+    return Contribution(handed.worker, handed.index, handed.version, deltas, handed.buffers if buffers is None else buffers)
+
+
 def random_deltas(draw: torch.Generator, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:
     return [torch.randn(shape, generator=draw, dtype=F64) for shape in shapes]
 
@@ -61,7 +66,7 @@ def close(ours: list[Tensor], theirs: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
-def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+def same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 

@@ -2,15 +2,12 @@
 
 import contextlib
 import itertools
-import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +19,23 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from faults.account import check_arrivals, check_ledger
-from heloco.cluster.client.worker import task_of
 from heloco.cluster.protocol.link import LinkDown, digest_of
-from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, RunInfo, Ticket
+from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, Ticket
 from heloco.cluster.protocol.refusals import Code, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
-from heloco.cluster.ray.ray_cluster import Tls, check_versions, ray_settings, require_ray, translate
-from heloco.cluster.ray.ray_internals import PINGS
-from heloco.cluster.ray.store import store_bytes
+from heloco.cluster.ray.ray_cluster import require_ray
 from heloco.cluster.ray.workers import WorkerStatus
 from heloco.cluster.server.process import spec_of
-from heloco.cluster.server.replay import replay
 from heloco.cluster.server.resident_memory import memory_of
 from heloco.errors import UserError
-from heloco.records.events import Abandon, Dispatch, Event, Part
-from heloco.records.journal_reader import read_events
-from heloco.run import RunConfig, RunFolder, checkpoint, resolve, with_fields
-from heloco.run.checkpoint import CheckpointState
+from heloco.records.events import Abandon, Dispatch, Part
+from heloco.run import RunFolder
 from heloco.wire.layout import Layout, pieces
 from ray_folder import beyond_loopback, family, listening
 from support import small_cluster
+from support.ray_runs import LONGEST_S, check_exact, config, events, until
 from support.runs import evals, tape
-
-LONGEST_S = 90.0
-TINY: dict[str, Any] = {
-    "preset": "1m", "width": 32, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "batch_size": 2, "lr": 0.003,
-    "paces": [1.0, 1.0, 1.0], "method": "heloco-ramp", "checkpoint_every": 17, "eval_every": 25, "beat_s": 0.5, "device": "cpu",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -58,36 +43,6 @@ def cluster(cache: Path) -> Iterator[Cluster]:  # noqa: ARG001 - Ray's processes
     new_cluster = start_ray(store_bytes=300_000_000)
     yield new_cluster
     new_cluster.stop()
-
-
-def config(**settings: Any) -> RunConfig:
-    return resolve(with_fields(RunConfig(), {**TINY, **settings}))
-
-
-def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_S) -> Any:
-    end = time.monotonic() + limit_s
-    while not (value := condition()):
-        assert time.monotonic() < end, f"{what} took longer than {limit_s} s"
-        time.sleep(0.02)
-    return value
-
-
-def events(folder: Path) -> list[tuple[int, Event]]:
-    return [(mark.number, event) for event, mark in read_events(folder / "journal")]
-
-
-def check_exact(folder: Path, arrivals: int) -> None:
-    """Every contribution once, no window of data skipped or repeated, and the journal gives the same parameters to the bit."""
-    accepted = [line for line in tape(folder) if line["verdict"] != "refused"]
-    check_arrivals(accepted, arrivals)
-    state = checkpoint.load_state(checkpoint.list_checkpoints(folder / "checkpoints")[-1], CheckpointState)
-    check_ledger(accepted, state.books)
-    run = RunFolder.open(folder)
-    config, digest = (folder / "config.toml").read_text(), run.facts().task_digest
-    info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
-    replay_result = replay(run, task_of(info, device="cpu")[0])
-    assert not replay_result.difference, replay_result.difference
-    assert (replay_result.lines, replay_result.digest) == (arrivals, tape(folder)[-1]["digest"])
 
 
 # ---- a run that nothing disturbs, and machines that come over every way
@@ -341,117 +296,6 @@ def test_rays_files_are_this_users_alone(cluster):
     assert cluster.token_file.parent == cluster.folder.path and (cluster.folder.rays_own / "session_latest").exists()
 
 
-def test_rays_own_settings_for_tls_are_found(monkeypatch):
-    assert Tls.of_environment() is None
-    monkeypatch.setenv("RAY_USE_TLS", "1")
-    monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/some/cert.pem")
-    with pytest.raises(UserError, match="RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT is not: set all of them"):
-        start_ray("127.0.0.1:1")
-
-
-def test_in_another_s_ray_nobody_pings_more_often_than_it_allows():
-    """Four workers in four minutes were lost to "too_many_pings" in a cluster that `ray start` had made."""
-    assert not set(PINGS) & set(ray_settings(token="t", tls=None, loopback=False))
-
-
-def test_beyond_loopback_there_must_be_tls():
-    with pytest.raises(UserError, match="unencrypted"):
-        start_ray(host="192.0.2.7")
-
-
-WITH_TLS = """
-import json, sys
-from heloco.cluster.ray.probe import probe
-from heloco.cluster.ray.ray_cluster import Tls, start_ray
-from heloco.errors import UserError
-folder = sys.argv[1]
-tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
-cluster = start_ray(tls=tls)
-token = cluster.token_file.read_text()
-probe(cluster.address, token, Tls.of_environment())
-import ray
-class Echo:
-    def say(self, word):
-        return word
-answers = {"echo": ray.get(ray.remote(Echo).remote().say.remote("heard"), timeout=60)}
-stranger = Tls(f"{folder}/other.pem", f"{folder}/other-key.pem", f"{folder}/ca.pem")
-for name, how in (("plain", None), ("stranger", stranger)):
-    try:
-        probe(cluster.address, token, how)
-    except UserError as error:
-        answers[name] = str(error)
-cluster.stop()
-print(json.dumps(answers))
-"""
-
-
-def make_certificates(folder: Path) -> None:
-    """An authority, a certificate of it for loopback, and one that signed itself."""
-    signed = ["-CA", "ca.pem", "-CAkey", "ca-key.pem"]
-    names = ["-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    new = ["openssl", "req", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
-    commands = [
-        [*new, "-x509", "-subj", "/CN=authority", "-keyout", "ca-key.pem", "-out", "ca.pem"],
-        [*new, "-x509", "-subj", "/CN=head", *names, *signed, "-keyout", "key.pem", "-out", "cert.pem"],
-        [*new, "-x509", "-subj", "/CN=stranger", *names, "-keyout", "other-key.pem", "-out", "other.pem"],
-    ]  # fmt: skip
-    for command in commands:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
-
-
-def test_with_tls_ray_works_and_whoever_has_no_certificate_of_its_authority_is_refused(tmp_path):
-    try:
-        make_certificates(tmp_path)
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        pytest.skip("there is no openssl that can make certificates here")
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    command = [sys.executable, "-c", WITH_TLS, str(tmp_path)]
-    result = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=LONGEST_S)
-    assert result.returncode == 0, result.stderr
-    answers = json.loads(result.stdout.splitlines()[-1])
-    assert answers["echo"] == "heard"
-    assert "not as Ray does without TLS" in answers["plain"]
-    assert "not as Ray does with TLS" in answers["stranger"]
-
-
-# ---- sentences
-
-
-def test_another_version_of_ray_is_named_with_ours():
-    ray = require_ray()
-    with pytest.raises(
-        UserError, match=re.escape("The cluster's Ray is 2.9.3 and this machine's is 2.60.0: `pip install ray==2.9.3`")
-    ):
-        check_versions("2.60.0", "2.9.3")
-    python = ".".join(map(str, sys.version_info[:3]))
-    with pytest.raises(RuntimeError) as refused:  # Ray's own words, of several lines
-        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
-    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(translate(refused.value, "head:6379"))
-
-
-def test_without_ray_the_remedy_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=re.escape('pip install "heloco[cluster]"')):
-        RayLink("ray:head:6379")
-
-
-@pytest.mark.parametrize(("address", "says"), [("127.0.0.1:9", "Nothing answers at"), ("head", "give HOST:PORT")])
-def test_an_address_where_no_ray_is_is_named(address, says):
-    with pytest.raises(UserError, match=says):
-        probe(address, "", None)
-
-
-def test_a_port_that_speaks_something_else_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(UserError, match="not as Ray does"):
-        probe(f"127.0.0.1:{server.getsockname()[1]}", "", None)
-
-
-def test_the_store_holds_a_model_for_each_worker_and_two(tmp_path):
-    size = store_bytes(spec_of(config(paces=[1.0] * 4), tmp_path / "none"))
-    tokens = 2 * 257 * 32 + 16 * 32
-    assert 4 * 6 * tokens < size < 4 * 6 * (tokens + 13 * 32 * 32 + 2000)
-
-
 # ---- long ones
 
 
@@ -476,28 +320,3 @@ def test_the_synchronizers_memory_is_four_models_at_most_whatever_the_number_of_
     peak, model = peak_of(cluster, tmp_path / "large", workers, width=832, layers=2)
     assert model > 60_000_000
     assert peak - nothing <= 4 * model, f"{(peak - nothing) / model:.2f} models"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("process", ["raylet/raylet", "gcs_server"])
-def test_where_ray_itself_ends_it_is_started_again_and_the_run_goes_on(process, tmp_path):
-    """In a process of its own: this one is connected to another Ray."""
-    command = [sys.executable, __file__, process, str(tmp_path / "run")]
-    bare = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    bare["PYTHONPATH"] = os.pathsep.join(sys.path)
-    result = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=3 * LONGEST_S)
-    assert result.returncode == 0, result.stdout + result.stderr
-    check_exact(tmp_path / "run", 100)
-
-
-def lose_ray(process: str, folder: Path) -> None:
-    with RaySupervisor(spec_of(config(arrivals=100, inner_steps=30), folder), workers=2) as engine:
-        until(lambda: engine.status().arrivals >= 30, "thirty arrivals")
-        pids = subprocess.check_output(["pgrep", "-f", f"{process}.*{engine.cluster.folder.path}"], text=True)
-        os.kill(int(pids.split()[0]), signal.SIGKILL)
-        assert engine.wait(2 * LONGEST_S).kind == "finished"
-        assert engine.restarts == 1
-
-
-if __name__ == "__main__":
-    lose_ray(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,139 @@
+"""Rules, weights, shard policies and tasks of an installed package, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.runs import TINY, TINY_MODEL, Done, evals, heloco, tape
+
+pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
+
+
+MODULE = (
+    "from dataclasses import dataclass\n"
+    "from torch import Tensor\n"
+    "from support.extensions import Fading, build_sums, sign_step\n"
+    "from heloco import Method\n"
+    "ahead = Method(name='', rule=sign_step, options={'lookahead': True, 'lr': 0.003}, about='Signed, and ahead.')\n"
+    "def rotating(worker, round_index, shards):\n"
+    "    return (worker + round_index) % len(shards)\n"
+)
+ENTRY_POINTS = """
+[heloco.methods]
+sign = own_rules:sign_step
+sign-ahead = own_rules:ahead
+broken = own_rules.missing:nothing
+mla = own_rules:sign_step
+[heloco.weights]
+fading = own_rules:Fading
+[heloco.shards]
+rotating = own_rules:rotating
+[heloco.tasks]
+sums = own_rules:build_sums
+"""
+OWN = ("--method", "sign-ahead", "--weight", "fading", "--weight-power", "2", "--assign", "rotating", "--outer-lr", "0.004")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as pip leaves it: a module, and the package's metadata."""
+    folder = tmp_path_factory.mktemp("site-packages")
+    (folder / "own_rules.py").write_text(MODULE)
+    metadata = folder / "own_rules-0.3.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rules\nVersion: 0.3\n")
+    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
+    return folder
+
+
+def in_process(*arguments: str | Path, path: Path | None = None) -> Done:
+    """`heloco ARGUMENTS` in a process with this folder on its path."""
+    places = [str(path)] if path else []
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*places, *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "heloco.cli", *map(str, arguments)]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return Done(process.returncode, process.stdout, process.stderr)
+
+
+@pytest.fixture(scope="module")
+def trained(installed: Path, tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:  # noqa: ARG001
+    """The folder of a run with a rule, a weight and a shard policy of the package."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    result = in_process("train", *TINY, *OWN, "--out", folder, path=installed)
+    assert result.code == 0, result.err
+    return folder
+
+
+def test_heloco_train_finds_what_a_package_offers(trained):
+    config, meta = (trained / "config.toml").read_text(), json.loads((trained / "run.json").read_text())
+    for line in ('method = "sign-ahead"', "outer_lr = 0.004", "lookahead = true", 'weight = "fading"', "weight_power = 2.0"):
+        assert line in config.splitlines()
+    assert meta["plugins"] == {
+        "method sign-ahead": "own-rules 0.3", "arrival weight fading": "own-rules 0.3", "shard policy rotating": "own-rules 0.3",
+    }  # fmt: skip
+    lines = tape(trained)
+    assert [line["weight"] for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
+    assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % 5 for line in lines]
+
+
+def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
+    result = in_process("methods", path=installed)
+    assert "sign-ahead\n    Signed, and ahead." in result.out and "lookahead=True" in result.out
+    assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in result.err
+    assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in result.err
+    broken = in_process("train", *TINY, "--method", "broken", path=installed)
+    assert broken.code == 2 and "The method 'broken' of own-rules 0.3 cannot be used" in broken.sentence
+
+
+def test_a_run_is_resumed_with_the_package_and_without_it_says_what_to_install(trained, installed):
+    last = trained / "checkpoints" / "arrival-00000008"
+    for name in ("SHA256SUMS", "state.json"):  # the last checkpoint is lost: the run goes on from the one before
+        (last / name).unlink(missing_ok=True)
+    for path in sorted(last.iterdir()):
+        path.unlink()
+    last.rmdir()
+    before = tape(trained)
+    missing = heloco("resume", trained)
+    assert missing.code == 2
+    assert missing.sentence.startswith(f"The run in {trained} uses the ")
+    assert missing.sentence.endswith(", which is not installed here: install own-rules 0.3.")
+    assert in_process("resume", trained, path=installed).code == 0
+    assert tape(trained) == before
+    assert heloco("eval", trained, "--json").code == 0, "an evaluation needs no outer rule"
+    assert heloco("report", trained, "--out", trained.parent / "report.html").code == 0
+
+
+def test_a_study_uses_it(installed, tmp_path):
+    (tmp_path / "mine.toml").write_text(
+        'like = "table1"\n[small]\narrivals = 4\ninner_steps = 1\n[rows]\n"1,2" = { paces = [1, 1, 1, 1, 2] }\n'
+        '[methods]\nsign = {}\nslow = { method = "sign", outer_lr = 0.001, weight = "fading" }\n'
+        '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
+    )
+    out = tmp_path / "results"
+    result = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
+    assert result.code == 0, result.err
+    assert len(list((out / "runs").glob("*.json*"))) == 2
+    assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
+
+
+SERVED = (*TINY_MODEL, "--batch-size", "2", "--inner-steps", "2", "--arrivals", "12", "--device", "cpu", *OWN)
+HERE = ("--ray", "off", "--host", "127.0.0.1", "--port", "0", "--workers", "2")
+
+
+def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
+    for part in ("uvicorn", "starlette", "httpx", "cryptography"):
+        pytest.importorskip(part, reason=f"{part} is not installed")
+    folder = tmp_path / "run"
+    result = in_process("serve", "--out", folder, *SERVED, *HERE, path=installed)
+    assert result.code == 0, (result.out, result.err)
+    assert len(tape(folder)) == 12 and "sign-ahead" in (folder / "config.toml").read_text()
+    assert [line["arrival"] for line in evals(folder)][-1] == 12
+    replayed = in_process("replay", folder, path=installed)
+    assert replayed.code == 0 and "All are the same, to the bit." in replayed.out, replayed.err
+    for command in (("replay", folder), ("serve", folder, *HERE), ("rollback", folder, "--to", "6")):
+        refused = heloco(*command)
+        assert refused.code == 2 and refused.sentence.endswith("which is not installed here: install own-rules 0.3."), command
