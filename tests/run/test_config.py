@@ -174,15 +174,6 @@ def test_a_run_without_the_guard_is_known_by_the_digest_it_had_before_there_was_
     assert len(others | {off.digest()}) == 4
 
 
-def test_a_runs_config_from_before_there_was_a_guard_has_none(tmp_path):
-    path = tmp_path / "config.toml"
-    lines = to_toml(made()).splitlines()
-    path.write_text("\n".join(line for line in lines if not line.startswith("norm_")))
-    assert resolve(with_fields(RunConfig(), read_toml(path))).outer.norm_limit == "off"
-    path.write_text(path.read_text().replace("effective = true", ""))  # a user's own file says nothing by that
-    assert resolve(with_fields(RunConfig(), read_toml(path))).outer.norm_limit == 10.0
-
-
 # ---- flags
 
 

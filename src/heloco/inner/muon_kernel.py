@@ -18,6 +18,11 @@ def _product(left, right, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _matrix(address, begin):
+    return tl.load(address).to(tl.pointer_type(tl.float32)) + begin
+
+
+@triton.jit
 def muon_kernel(
     addresses, scratch, numbers, slices, mu, eps, a, b, c,
     SHORT: tl.constexpr, LONG: tl.constexpr, STEP: tl.constexpr, TALL: tl.constexpr, ITERATIONS: tl.constexpr,
@@ -27,14 +32,11 @@ def muon_kernel(
     the step, 1 − μ (0 where a slice stands still) of each slice. The matrix is seen as [SHORT, LONG], TALL ones transposed."""
     block, s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     decay, size, rise = tl.load(numbers + s), tl.load(numbers + slices + s), tl.load(numbers + 2 * slices + s)
-    i, k = tl.arange(0, SHORT)[:, None], tl.arange(0, STEP)[None, :]
     row_stride: tl.constexpr = 1 if TALL else LONG
     column_stride: tl.constexpr = SHORT if TALL else 1
-    offsets = i * row_stride + k * column_stride
-    begin = s * (SHORT * LONG)
-    p = tl.load(addresses + 3 * block).to(tl.pointer_type(tl.float32)) + begin
-    m = tl.load(addresses + 3 * block + 1).to(tl.pointer_type(tl.float32)) + begin
-    g = tl.load(addresses + 3 * block + 2).to(tl.pointer_type(tl.float32)) + begin
+    offsets = tl.arange(0, SHORT)[:, None] * row_stride + tl.arange(0, STEP)[None, :] * column_stride
+    row, begin = addresses + 3 * block, s * (SHORT * LONG)
+    p, m, g = _matrix(row, begin), _matrix(row + 1, begin), _matrix(row + 2, begin)
     x = scratch + (block * slices + s) * (SHORT * LONG)
 
     squares = tl.zeros([SHORT, STEP], dtype=tl.float32)
