@@ -128,6 +128,10 @@ class Synchronizer:
 
     # ---- receive
 
+    def _standing(self, worker: int, staleness: int) -> Standing:
+        own_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
+        return Standing(staleness, own_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
+
     def receive(self, contribution: Contribution) -> Arrival:
         worker = contribution.worker
         held = self.held.get(worker)
@@ -137,8 +141,7 @@ class Synchronizer:
                 f"but holds {'none' if held is None else f'round {held.index} of version {held.version}'}."
             )
         staleness = self.outer_step - held.version
-        standing = Standing(staleness, self.arrivals_of[worker] + 1, self.arrivals + 1, self.workers, self._step_share(worker))
-        weight = self.weight(standing)
+        weight = self.weight(self._standing(worker, staleness))
         ruling = self._rule_on(contribution, held, weight)
         if ruling.verdict == "refused":
             return self._refuse(held, staleness, ruling)

@@ -83,6 +83,20 @@ def test_without_correlation_or_length_the_annealed_weight_is_the_base_weight_to
     assert make_weight("annealed")(where) == make_weight("base")(where)
 
 
+@pytest.mark.parametrize("name", ["annealed", "discounted"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_fewer_workers_than_shards_weigh_as_if_there_were_one_for_each(name, workers):
+    """One after the other they do the rounds that five workers would do together."""
+    weight = make_weight(name, length=100)
+    for arrivals in (20, 40, 60, 80, 100):
+        few = Standing(0, arrivals // workers, arrivals, workers, 1 / workers, shards=5)
+        many = Standing(0, arrivals // 5, arrivals, 5, 1 / 5, shards=5)
+        assert weight(few) == pytest.approx(weight(many), rel=1e-12)
+    neutral = make_weight(name, length=100, correlation=0.0)
+    few = Standing(0, 10, 10 * workers, workers, 1 / workers, shards=5)
+    assert neutral(few) == pytest.approx(1 / math.sqrt(workers), rel=1e-15)
+
+
 @pytest.mark.parametrize(
     ("own", "weight"),
     [

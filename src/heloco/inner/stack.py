@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class Stack:
         self.rows: Tensor | None = None
         self.busy = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._end_event: torch.cuda.Event | None = None
+        self._end: Future[torch.cuda.Event] | None = None
         self._optimizer = StackedOptimizer(options, self.parameters, self.states)
 
     # ---- load
@@ -129,6 +130,7 @@ class Stack:
 
     def record(self) -> None:
         """One step as a CUDA graph. Warming up and recording move the tensors, so they must be loaded again."""
+        _launcher(self.device).submit(lambda: None).result()  # nothing may be launched while a graph is recorded
         second_stream = _second_stream(self.device)  # the same for all stacks: cuBLAS keeps 32 MB for every stream it meets
         second_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(second_stream):
@@ -151,16 +153,22 @@ class Stack:
             for _ in range(steps):
                 self._step()
             return
+        ready = torch.cuda.current_stream(self.device).record_event()
+        self._end = _launcher(self.device).submit(self._replay, self._graph, steps, ready)
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, steps: int, ready: torch.cuda.Event) -> torch.cuda.Event:
         second_stream = _second_stream(self.device)
-        second_stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(second_stream):
+            second_stream.wait_event(ready)
             for _ in range(steps):
-                self._graph.replay()
-            self._end_event = second_stream.record_event()
+                graph.replay()
+            end: torch.cuda.Event = second_stream.record_event()
+        return end
 
     def _wait(self) -> None:
-        if self._end_event is not None:
-            self._end_event.synchronize()
+        if self._end is not None:
+            self._end.result().synchronize()
+            self._end = None
         self.busy = False
 
     def _step(self) -> None:
@@ -246,6 +254,12 @@ class Stack:
         memory = dict(zip(names, copied([moment[s] for state in self.states for moment in state.values()]), strict=True))
         step = self.steps_taken[s].clone()
         return memory | {f"{i}.step": step for i, state in enumerate(self.states) if ADAMW_STATE[0] in state}
+
+
+@functools.cache
+def _launcher(_device: torch.device) -> ThreadPoolExecutor:
+    """The thread that launches graphs. A launch waits while the GPU's queue is full, and the host has other things to do."""
+    return ThreadPoolExecutor(1, thread_name_prefix="launcher")
 
 
 @functools.cache

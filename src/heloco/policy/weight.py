@@ -20,6 +20,8 @@ class Standing(NamedTuple):
     step_share: float = 0.0
     """The worker's part of all inner steps, counted as if each worker had handed in one more round. 0: not known, all
     rounds are of one length."""
+    shards: int = 0
+    """How many shards the data has; 0: not known."""
 
 
 class Weight(Protocol):
@@ -97,7 +99,8 @@ class Annealed:
     K contributions with a mean cosine c between them, each weighed by ρ, add up to a step of one contribution's length. Early in
     a run, while the inner learning rate is high, workers make the same large moves, so a sum above their mean overshoots.
     Later they have little in common, and the mean would be too short. c follows the cosine of the inner learning rate.
-    correlation = 0, or a run of unknown length, is the base weight 1/√K.
+    correlation = 0, or a run of unknown length, is the base weight 1/√K. Otherwise K is the number of shards where there are
+    more of them than workers: so many rounds see all of the data, whoever does them.
     """
 
     length: int = 0
@@ -109,8 +112,11 @@ class Annealed:
             raise UserError(f"weight_correlation is {self.correlation!r}: give a number from 0 to 1.")
 
     def __call__(self, standing: Standing) -> float:
-        k = standing.workers
+        k = self.rounds_to_see_all(standing)
         return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(standing.arrivals)))
+
+    def rounds_to_see_all(self, standing: Standing) -> int:
+        return max(standing.workers, standing.shards) if self.correlation and self.length else standing.workers
 
     def cosine(self, arrivals: int) -> float:
         """c after this many arrivals."""
@@ -130,10 +136,11 @@ class Discounted(Annealed):
     """
 
     def __call__(self, standing: Standing) -> float:
-        k = standing.workers
-        n = (standing.arrivals + k) / (standing.worker_arrivals + 1)  # as if each had arrived once before: no jumps at first
-        w = min(1 / standing.step_share if standing.step_share else n, k)
-        return min(1.0, k / n) / math.sqrt(w + (k * k - w) * self.cosine(standing.arrivals))
+        workers, k = standing.workers, self.rounds_to_see_all(standing)
+        # as if each had arrived once before: no jumps at first
+        n = (standing.arrivals + workers) / (standing.worker_arrivals + 1)
+        w = min((1 / standing.step_share if standing.step_share else n) * (k / workers), k)
+        return min(1.0, workers / n) / math.sqrt(w + (k * k - w) * self.cosine(standing.arrivals))
 
 
 def _finite(name: str, value: float) -> None:
