@@ -39,12 +39,12 @@ def test_one_address_holds_few_places_for_a_few_seconds(serving):
 
 
 def test_a_flood_that_comes_again_and_again_stops_nothing(serving):
-    figures = sustained_flood.attack(serving, strangers=500, addresses_used=3, seconds=4.0)
+    figures = sustained_flood.attack(serving, strangers=500, addresses_used=3, seconds=2.0)
     assert figures["strangers"]["refused"] > 0
 
 
 def test_pipelined_requests_take_no_memory(serving):
-    assert pipelined.attack(serving, requests=100_000, connections=2)["requests_sent"] > 0
+    assert pipelined.attack(serving, requests=50_000, connections=2)["requests_sent"] > 0
 
 
 def test_machines_behind_one_router_come_back_together(serving):
@@ -58,9 +58,9 @@ def test_without_descriptors_or_memory_requests_are_refused_as_busy_until_there_
     assert answers["503 busy"] == 5
 
 
-def test_a_thousand_changed_requests_are_answered(tmp_path):
-    figures = fuzz.attack(tmp_path, requests=1000, seed=0)
-    assert figures["requests"] == 1000 and figures["endpoints"] >= 23
+def test_changed_requests_are_answered(tmp_path):
+    figures = fuzz.attack(tmp_path, requests=400, seed=0)
+    assert figures["requests"] == 400 and figures["endpoints"] >= 23
     assert {200, 400, 401, 404, 405, 409} <= figures["statuses"].keys()
 
 

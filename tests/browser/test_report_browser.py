@@ -260,6 +260,7 @@ def long_run(folder: Path, like: Path, arrivals: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_arrivals_open_at_once(opened, folders, tmp_path):
     path = report(tmp_path / "page.html", long_run(tmp_path / "long", folders[0], 100_000))
     assert path.stat().st_size < 15e6
@@ -283,6 +284,7 @@ def test_a_hundred_thousand_arrivals_open_at_once(opened, folders, tmp_path):
     assert "a column stands for 10 arrivals" in page.locator("#chart-correction .caption").inner_text()
 
 
+@pytest.mark.long
 def test_pictures_for_the_readme(opened, unbroken, tmp_path):
     """`make pictures` sets PICTURES to docs/: the README shows what this test saw."""
     settings = ("--paces", "1,1,2,3,6", "--arrivals", "120", "--eval-every", "6", "--inner-steps", "6")

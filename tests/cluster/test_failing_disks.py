@@ -88,7 +88,14 @@ def commit_again(hand):
     return hand.service.contributions.commit(hand.ticket, hand.key, NO_DIGEST, report())
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO], ids=["ENOSPC", "EDQUOT", "EIO"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(errno.ENOSPC, id="ENOSPC"),
+        pytest.param(errno.EDQUOT, id="EDQUOT", marks=pytest.mark.long),
+        pytest.param(errno.EIO, id="EIO", marks=pytest.mark.long),
+    ],
+)
 def test_an_fsync_that_fails_at_any_call_ends_the_process_and_loses_nothing(tmp_path, monkeypatch, error):
     """The process stops, and what never became durable is gone from the disk; a restart goes on from what is really there."""
     for fails_at in range(1, 200):

@@ -15,7 +15,7 @@ from support.small_cluster import Clock, Hand, delta, opened
 
 MACHINES = 4
 SETTINGS = {"paces": [1.0] * MACHINES, "arrivals": 1_000_000, "checkpoint_every": 50, "inner_steps": 1}
-FIRST, THEN = 500, 100
+FIRST, THEN = 300, 100
 """Arrivals: until all that is remembered of the last ones is there, and after that."""
 
 

@@ -76,7 +76,7 @@ def joining(cluster: Cluster, address: str, name: str) -> Iterator["subprocess.P
 
 
 def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, monkeypatch):
-    arrivals = 60
+    arrivals = 32
     folder = tmp_path / "run"
     spec = spec_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
     with contextlib.ExitStack() as stack:
@@ -189,7 +189,7 @@ def stopped_with_a_round(engine: RaySupervisor, worker: WorkerStatus) -> Machine
 def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run whose worker is killed, and later its synchronizer, each in the middle of everything."""
     folder = tmp_path_factory.mktemp("broken") / "run"
-    arrivals = 120
+    arrivals = 60
     messages: list[str] = []
     with RaySupervisor(
         spec_of(config(arrivals=arrivals, inner_steps=30, beat_s=BEAT_S), folder),

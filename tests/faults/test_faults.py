@@ -36,6 +36,7 @@ def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the
     assert account["restarts"]["synchronizer"] >= 1 and account["restarts"]["worker"] >= 2
 
 
+@pytest.mark.long
 def test_runs_side_by_side_are_stopped_in_time_and_both_have_an_exact_account(cache):  # noqa: ARG001
     faults = [Fault(1.0, "kill a worker", 1), Fault(1.5, "cut", 0), Fault(2.5, "kill the synchronizer")]
     accounts = run_side_by_side(faults, workers=2, seconds=5.0, step_s=0.05, fresh=False)
@@ -57,6 +58,7 @@ def account_on_ray(kinds, every, step_s):
     return account
 
 
+@pytest.mark.long
 def test_a_run_on_ray_loses_workers_its_synchronizer_and_a_node(cache):  # noqa: ARG001
     account = account_on_ray(RAY_FAULTS, 15, 0.05)
     assert account["restarts"]["node"] >= 1 and account["restarts"]["worker"] >= 1

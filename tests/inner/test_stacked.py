@@ -264,12 +264,12 @@ def test_with_rounded_products_a_stack_stays_close(fused: None) -> None:  # noqa
     """The kernels of head and attention, on a GPU where there is one: 11 bits in each product, a few steps, so about 1 %."""
     task, options = kernel_sized(), InnerOptions(batch_size=2, lr=3e-3, schedule_steps=40, adam_eps=1e-4)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    jobs = jobs_of(task, options, [4, 2, 3])
+    jobs = jobs_of(task, options, [3, 1, 2])
     exact = [Job(replace(j.round, parameters=[p.double() for p in j.round.parameters]), in_float64(task), options) for j in jobs]
     for job in jobs:
         job.round.parameters = [p.to(device) for p in job.round.parameters]
     inner = StackedInner(task, device=device, width=4)
-    for _ in range(2):  # a second time from a graph that was recorded before
+    for _ in range(2 if device == "cuda" else 1):  # a second time from a graph that was recorded before
         for stacked, job in zip(inner.run(jobs), exact, strict=True):
             single = alone(job)
             assert stacked.loss == pytest.approx(single.loss, rel=1e-3)

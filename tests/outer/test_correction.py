@@ -114,7 +114,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return u, m, constants
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(cases())
 def test_lemma(case: tuple[Tensor, Tensor, dict[str, Any]]) -> None:
     u, m, constants = case

@@ -55,6 +55,13 @@ SETTINGS = {
 }
 
 
+FIRST = (
+    "heloco", "sync-nesterov", "Muon", "annealed weight", "kept state and barrier", "Liu's shards", "DyLU with grace",
+    "much of the inner loop", "several epochs", "images with barrier",
+)  # fmt: skip
+"""The others are combinations of the same parts, and run with the long tests."""
+
+
 def settings_of(name: str, text: Path) -> tuple[str, ...]:
     return (*OFTEN, *(str(text) if word == "TEXT" else word for word in SETTINGS[name]))
 
@@ -80,7 +87,7 @@ def assert_resumes_to(expected: Path, folder: Path) -> None:
 # ---- kill -9
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in SETTINGS])
 def test_killed_after_some_arrival_it_resumes_to_the_bit(name, tmp_path, nursery, unbroken, text):
     settings = settings_of(name, text)
     expected = unbroken(*settings)
@@ -181,8 +188,11 @@ def test_a_real_process_killed_from_outside_goes_on_as_if_nothing_had_happened(t
 # ---- SIGINT and SIGTERM
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("name", ["heloco", "sync-nesterov", "kept optimizer state", "images"])
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [("heloco", signal.SIGINT), ("heloco", signal.SIGTERM), ("kept state and barrier", signal.SIGTERM),
+     ("images with barrier", signal.SIGINT)],
+)  # fmt: skip
 def test_a_signal_makes_a_checkpoint_and_the_run_resumes_to_the_bit(name, number, tmp_path, nursery, unbroken):
     settings, folder = (*OFTEN, *SETTINGS[name]), tmp_path / "run"  # no TEXT among these
     result = nursery.run(
