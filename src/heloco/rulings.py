@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heloco.buffers import shorten
 from heloco.policy import Judgement
-from heloco.rounds import Code, Contribution, Verdict
+from heloco.rounds import ArrivalCode, Contribution, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Ruling:
     """The verdict on a contribution: the part of an `Arrival` that is decided first."""
 
     verdict: Verdict
-    code: Code = ""
+    code: ArrivalCode = ""
     reason: str = ""
     clipped: float = 1.0
 

@@ -25,7 +25,7 @@ from heloco.cluster.protocol.messages import (
     Ticket,
     Wait,
 )
-from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, Code, Refused
+from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
 from heloco.errors import RunStopped, UserError
 from heloco.wire.layout import Layout
 
@@ -123,7 +123,7 @@ class RunClient:
         try:
             self._joined = self._with_retries(ask)
         except Refused as refusal:
-            if refusal.code is Code.ENDED:
+            if refusal.code is RefusalCode.ENDED:
                 raise RunEnded(refusal.text) from None
             raise
         self._returning = self._joined.ticket
@@ -150,7 +150,7 @@ class RunClient:
         try:
             self._call(lambda ticket: self.link.send_model(ticket, layout, tensors, names))
         except Refused as refusal:
-            if refusal.code is not Code.HAS_MODEL:
+            if refusal.code is not RefusalCode.HAS_MODEL:
                 raise
 
     # ---- rounds
@@ -237,14 +237,14 @@ class RunClient:
             try:
                 return self._with_retries(lambda: ask(self.joined.ticket))
             except Refused as refusal:
-                if refusal.code is Code.ENDED:
+                if refusal.code is RefusalCode.ENDED:
                     raise RunEnded(refusal.text) from None
-                if refusal.code in (Code.NOT_HELD, Code.NOT_FINITE):
+                if refusal.code in (RefusalCode.NOT_HELD, RefusalCode.NOT_FINITE):
                     self._hold(None)
                     raise NotHeld(refusal.text) from None
                 if refusal.code in RESUMED:
                     continue  # the next try continues from the bytes that have arrived
-                if refusal.code not in (Code.UNKNOWN_MACHINE, Code.SECRET):
+                if refusal.code not in (RefusalCode.UNKNOWN_MACHINE, RefusalCode.SECRET):
                     raise
                 self._enter()
 

@@ -18,7 +18,7 @@ from heloco.cluster.gateway.pinned import clean_address, link_error, make_client
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, pieces, view
@@ -32,7 +32,7 @@ TIMEOUT_S = 20.0
 PIECE = 1 << 16
 """Bytes that are sent at once. Each piece must get through within the timeout, also on a slow line."""
 ANSWER_LIMIT_BYTES = 1 << 24
-NO_ANSWER = {Code.INTERNAL, Code.HTTP, Code.TIMEOUT, Code.CUT}
+NO_ANSWER = {RefusalCode.INTERNAL, RefusalCode.HTTP, RefusalCode.TIMEOUT, RefusalCode.CUT}
 """Refusals that are about the connection or the gateway, and not about the request."""
 
 
@@ -104,7 +104,7 @@ class HttpsLink:
             if response.is_success:
                 return decode(content, type=kind)
             body = json.loads(content)
-            code, text, size = Code(body["code"]), str(body["text"]), body.get("size")
+            code, text, size = RefusalCode(body["code"]), str(body["text"]), body.get("size")
         except (MsgspecError, ValueError, KeyError, TypeError):
             raise LinkDown(f"{self.address} gave an answer that cannot be read here ({response.status_code}).") from None
         if code in NO_ANSWER:
@@ -228,7 +228,7 @@ class HttpsLink:
 
     def _view_checked(self, layout: Layout, buffer: bytearray) -> dict[str, Tensor]:
         if buffer[: len(layout.header)] != layout.header:
-            raise Refused(Code.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
+            raise Refused(RefusalCode.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
         return view(layout, buffer)
 
     def _download(self, path: str, key: RoundKey | int | None, query: dict[str, Any], ticket: Ticket, size: int) -> bytearray:
@@ -274,7 +274,7 @@ class HttpsLink:
         """The offset of the answer's first byte. The stated length must be exactly what is missing."""
         begin = bytes_received if response.status_code == 206 else 0
         if response.headers.get("content-length") != str(size - begin):
-            raise Refused(Code.LAYOUT, f"The start of the round does not have {size} bytes: it is of another model.")
+            raise Refused(RefusalCode.LAYOUT, f"The start of the round does not have {size} bytes: it is of another model.")
         return begin
 
     # ---- tensors, up

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.records.events import PauseKind
 
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def decode(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise Refused(Code.MALFORMED, f"The message is malformed: {error}.") from None
+        raise Refused(RefusalCode.MALFORMED, f"The message is malformed: {error}.") from None
 
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
@@ -341,7 +341,7 @@ def convert(values: Mapping[str, str], kind: type[T]) -> T:
     try:
         return msgspec.convert(parsed, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise Refused(Code.MALFORMED, f"The query is malformed: {error}.") from None
+        raise Refused(RefusalCode.MALFORMED, f"The query is malformed: {error}.") from None
 
 
 def to_plain(message: Any) -> Any:

@@ -3,7 +3,7 @@
 from enum import StrEnum
 
 
-class Code(StrEnum):
+class RefusalCode(StrEnum):
     MALFORMED = "malformed"
     """The message is not one of the protocol's."""
     PATH = "path"
@@ -49,16 +49,16 @@ class Code(StrEnum):
     """A run without a valid admin token could not be managed any more."""
 
 
-RETRIED_LATER = frozenset({Code.BUSY, Code.DISK, Code.RATE, Code.AWAY})
+RETRIED_LATER = frozenset({RefusalCode.BUSY, RefusalCode.DISK, RefusalCode.RATE, RefusalCode.AWAY})
 """Refusals after which the same request may succeed by itself."""
-RESUMED = frozenset({Code.OFFSET, Code.INCOMPLETE, Code.CORRUPTED})
+RESUMED = frozenset({RefusalCode.OFFSET, RefusalCode.INCOMPLETE, RefusalCode.CORRUPTED})
 """Refusals after which a transfer continues from the bytes that have arrived."""
 
 
 class Refused(Exception):
     """A request that was refused."""
 
-    def __init__(self, code: Code, text: str, *, size: int | None = None) -> None:
+    def __init__(self, code: RefusalCode, text: str, *, size: int | None = None) -> None:
         super().__init__(text)
         self.code, self.text = code, text
         self.size = size
@@ -68,5 +68,5 @@ class Refused(Exception):
         return _make_refusal, (self.code, self.text, self.size)
 
 
-def _make_refusal(code: Code, text: str, size: int | None) -> Refused:
+def _make_refusal(code: RefusalCode, text: str, size: int | None) -> Refused:
     return Refused(code, text, size=size)

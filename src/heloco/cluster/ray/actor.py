@@ -26,7 +26,7 @@ from heloco.cluster.protocol.messages import (
     RunInfo,
     Ticket,
 )
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, require_ray
 from heloco.cluster.server.local_link import wait_for_round
 from heloco.cluster.server.process import RunHost, ServeSpec
@@ -259,7 +259,7 @@ def _put(path: Path) -> list[Any]:
             forget_array(ray.get(references[-1]))
         return references
     except FileNotFoundError:
-        raise Refused(Code.NOT_HELD, "This round was given up: take a fresh one.") from None
+        raise Refused(RefusalCode.NOT_HELD, "This round was given up: take a fresh one.") from None
 
 
 def forget_array(mapped: npt.NDArray[np.uint8]) -> None:

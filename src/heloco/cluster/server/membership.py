@@ -4,7 +4,7 @@ import secrets
 
 import heloco
 from heloco.cluster.protocol.messages import BeatAnswer, Joined, JoinRequest, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.machine_book import hash_secret
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.roster import Machine
@@ -45,20 +45,22 @@ class Membership:
     def _check_fits(self, request: JoinRequest) -> None:
         if request.version.split(".")[:2] != heloco.__version__.split(".")[:2]:
             raise Refused(
-                Code.VERSION,
+                RefusalCode.VERSION,
                 f"This run has heloco {heloco.__version__}, and the machine has {request.version}: install the same version.",
             )
         starts = self.state.starts
         if starts is None and request.layout is None:
-            raise Refused(Code.NO_MODEL, "This run trains the model that its machines bring: join it from a training script.")
+            raise Refused(
+                RefusalCode.NO_MODEL, "This run trains the model that its machines bring: join it from a training script."
+            )
         if starts is None or request.layout is None:
             return
         if difference := starts.layout.difference(Layout(request.layout)):
-            raise Refused(Code.LAYOUT, f"This run trains another model: here, {difference}.")
+            raise Refused(RefusalCode.LAYOUT, f"This run trains another model: here, {difference}.")
 
     def _new_ticket(self, name: str) -> Ticket:
         if len(self.state.roster) >= PRESENT_LIMIT:
-            raise Refused(Code.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
+            raise Refused(RefusalCode.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
         return Ticket(machine=f"{clean_name(name)}#{secrets.token_hex(4)}", secret=secrets.token_urlsafe(24))
 
     def _enter(self, ticket: Ticket, token: str) -> Machine:
@@ -117,7 +119,9 @@ class Membership:
             if present := state.roster.present.get(machine):
                 self.part_with(present, "evicted", text)
             elif state.book.get(machine) is None:
-                raise Refused(Code.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are.")
+                raise Refused(
+                    RefusalCode.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are."
+                )
             elif state.run is None:
                 state.book.note_part(machine, text)
             else:
