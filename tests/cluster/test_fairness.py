@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from heloco.cluster.protocol.messages import Assignment, Wait
+from heloco.cluster.protocol.messages import Assignment, Paused, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
@@ -153,7 +153,7 @@ def test_time_in_which_the_service_stood_still_or_had_no_room_does_not_count(tmp
     service.housekeeping.tick()
     clock.now += 10_000.0
     pass_time(service, clock, 2, hand)
-    monkeypatch.setattr("heloco.cluster.server.pauses.Pauses.space_problem", lambda _: "there is no room")
+    monkeypatch.setattr("heloco.cluster.server.pauses.Pauses.space_problem", lambda _: Paused(kind="space", text=""))
     pass_time(service, clock, 200, hand)
     monkeypatch.undo()
     assert hand.hand_in(delta(1)).verdict == "applied"

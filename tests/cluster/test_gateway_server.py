@@ -146,5 +146,5 @@ def test_status_stop_clock_and_bandwidth(served):
     assert served.service.state.ended.text == "enough for today"
     with pytest.raises(Refused, match="enough for today") as refused:
         served.link().join("m", returning=None, layout=None)
-    assert refused.value.code is RefusalCode.ENDED
+    assert (refused.value.code, refused.value.refusal.end) == (RefusalCode.ENDED, "stopped")
     link.stop("again")

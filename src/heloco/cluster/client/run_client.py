@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from heloco.cluster.protocol.messages import (
     Assignment,
     BeatAnswer,
     ContributionReport,
+    Ended,
     EvaluationJob,
     EvaluationResult,
     Joined,
@@ -27,6 +28,7 @@ from heloco.cluster.protocol.messages import (
 )
 from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
 from heloco.errors import RunStopped, UserError
+from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
@@ -42,6 +44,10 @@ FINAL_TRIES = 3
 class RunEnded(Exception):
     """The run has ended; the text says why."""
 
+    def __init__(self, kind: EndKind, text: str) -> None:
+        super().__init__(text)
+        self.ended = Ended(kind=kind, text=text)
+
 
 class StopRequested(Exception):
     """This machine was asked to stop while the run could not be reached."""
@@ -49,6 +55,14 @@ class StopRequested(Exception):
 
 class NotHeld(Exception):
     """This machine no longer holds the round. It continues with a fresh one."""
+
+
+@dataclass(frozen=True)
+class Obsolete:
+    """Why a round is not worth finishing."""
+
+    kind: Literal["ended", "too-stale", "not-held"]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -86,10 +100,10 @@ class RunClient:
         self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
         self.steps = 0
         """Inner steps of the current round that are done."""
-        self.obsolete_because = ""
-        """Why the current round should be abandoned; empty if it should not."""
-        self.waiting = ""
-        """Why this machine has no round at the moment; empty if it has one."""
+        self.obsolete: Obsolete | None = None
+        """Why the current round should be abandoned; None if it should not."""
+        self.waiting: Wait | None = None
+        """Why this machine has no round at the moment; None if it has one, or has not asked."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate = evaluate
@@ -123,8 +137,7 @@ class RunClient:
         try:
             self._joined = self._with_retries(ask)
         except Refused as refusal:
-            if refusal.code is RefusalCode.ENDED:
-                raise RunEnded(refusal.text) from None
+            _raise_if_ended(refusal)
             raise
         self._returning = self._joined.ticket
         self._keep_ticket(self._joined.ticket)
@@ -160,7 +173,7 @@ class RunClient:
         while not stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
             answer = self._next_round(wait_s)
-            self.waiting = answer.text if isinstance(answer, Wait) else ""
+            self.waiting = answer if isinstance(answer, Wait) else None
             if isinstance(answer, EvaluationJob):
                 self._do(answer)
                 continue
@@ -203,7 +216,7 @@ class RunClient:
 
     def _hold(self, key: RoundKey | None) -> None:
         with self._lock:
-            self.steps, self.obsolete_because, self._held = 0, "", key
+            self.steps, self.obsolete, self._held = 0, None, key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
         """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
@@ -237,8 +250,7 @@ class RunClient:
             try:
                 return self._with_retries(lambda: ask(self.joined.ticket))
             except Refused as refusal:
-                if refusal.code is RefusalCode.ENDED:
-                    raise RunEnded(refusal.text) from None
+                _raise_if_ended(refusal)
                 if refusal.code in (RefusalCode.NOT_HELD, RefusalCode.NOT_FINITE):
                     self._hold(None)
                     raise NotHeld(refusal.text) from None
@@ -287,7 +299,7 @@ class RunClient:
                 continue  # the next request will find out
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
-                    self.obsolete_because = _why_obsolete(answer, held)
+                    self.obsolete = why_obsolete(answer, held)
 
 
 def finite(value: float) -> float | None:
@@ -300,11 +312,17 @@ def pause_after(waited_s: float) -> float:
     return min(PAUSE_LIMIT_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
 
 
-def _why_obsolete(answer: BeatAnswer, held: RoundKey) -> str:
+def _raise_if_ended(refused: Refused) -> None:
+    if refused.refusal.end is not None:
+        raise RunEnded(refused.refusal.end, refused.text) from None
+
+
+def why_obsolete(answer: BeatAnswer, held: RoundKey) -> Obsolete | None:
+    """What a beat's answer says about the round that this machine works on."""
     if answer.ended is not None and answer.ended.kind != "failed":
-        return f"the run has ended: {answer.ended.text}"
+        return Obsolete("ended", f"the run has ended: {answer.ended.text}")
     if answer.too_stale:
-        return "its contribution would arrive too late to be used"
+        return Obsolete("too-stale", "its contribution would arrive too late to be used")
     if answer.round != held:
-        return "it was given to another machine"
-    return ""
+        return Obsolete("not-held", "it was given to another machine")
+    return None

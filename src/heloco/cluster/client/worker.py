@@ -59,7 +59,8 @@ class Worker:
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self.before_step
         self.keep_state = config.inner.keep_state
-        self.stop_requested = ""
+        self.stop_requested: str | None = None
+        """Why this machine was asked to stop; None if it was not."""
         self.rounds = 0
         self._config = config
         self._optimizer_states: dict[int, dict[str, Tensor] | None] = {}
@@ -92,7 +93,7 @@ class Worker:
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
-            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested,
+            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested is not None,
             tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
         )  # fmt: skip
         outcome = "nothing was under way"
@@ -100,14 +101,14 @@ class Worker:
             seat = client.join().seat
             role = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
             self.tell(f"Joined {link.address} as {role}, {step_s:.3g} s per step.")
-            while (taken_round := client.take(lambda: bool(self.stop_requested))) is not None:
+            while (taken_round := client.take(lambda: self.stop_requested is not None)) is not None:
                 outcome = self._round(client, taken_round)
-                if self.stop_requested:
+                if self.stop_requested is not None:
                     break
-            client.leave(self.stop_requested)
+            client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}): {outcome}."
         except StopRequested:
-            client.leave(self.stop_requested)
+            client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}), which is out of reach: it will give what was under way to another."
         except RunEnded as end:
             client.leave()
@@ -139,8 +140,10 @@ class Worker:
         """Called before each inner step."""
         if self._client is None:
             return
-        if reason := self.stop_requested or self._client.obsolete_because:
-            raise Abandoned(reason)
+        if self.stop_requested is not None:
+            raise Abandoned(self.stop_requested)
+        if self._client.obsolete is not None:
+            raise Abandoned(self._client.obsolete.text)
         self._client.steps += 1
 
     def _as_round(self, taken_round: TakenRound) -> Round:

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,19 +29,13 @@ STATUS = {
 """HTTP status of each refusal code. All other codes get 409: the request does not fit the run's state."""
 
 
-class RefusalBody(Struct, omit_defaults=True):
-    code: str
-    text: str
-    size: int | None = None
-
-
 def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(encode(content), status, {"cache-control": "no-store", **(headers or {})}, "application/json")
 
 
 def refusal(request: Request, refused: Refused) -> Response:
     closing = {"connection": "close"} if unread(request.scope) > DISCARDED else {}
-    return reply(RefusalBody(refused.code, refused.text, refused.size), STATUS.get(refused.code, 409), closing)
+    return reply(refused.refusal, STATUS.get(refused.code, 409), closing)
 
 
 def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:

@@ -218,15 +218,15 @@ class Api:
 
     async def stop(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        return await self._long(("stop",), None, self.service.admin.stop, printable(reason.text) or "stopped")
+        return await self._long(("stop",), None, self.service.admin.stop, printable(reason.text))
 
     async def pause(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.pauses.order, printable(reason.text) or "somebody paused it")
+        await self.calls.call_locked(self.service.pauses.pause, printable(reason.text))
         return reply(m.Done())
 
     async def unpause(self, _: Request) -> Response:
-        await self.calls.call_locked(self.service.pauses.order, "")
+        await self.calls.call_locked(self.service.pauses.unpause)
         return reply(m.Done())
 
     async def evict(self, request: Request) -> Response:

@@ -1,6 +1,5 @@
 """A link to a run over HTTPS, with outbound connections only: one for tensors and requests, and one for beats."""
 
-import json
 import ssl
 import threading
 import time
@@ -18,7 +17,7 @@ from heloco.cluster.gateway.pinned import clean_address, link_error, make_client
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.protocol.refusals import Refusal, RefusalCode, Refused, as_error
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, pieces, view
@@ -103,13 +102,12 @@ class HttpsLink:
         try:
             if response.is_success:
                 return decode(content, type=kind)
-            body = json.loads(content)
-            code, text, size = RefusalCode(body["code"]), str(body["text"]), body.get("size")
-        except (MsgspecError, ValueError, KeyError, TypeError):
+            refusal = decode(content, type=Refusal)
+        except (MsgspecError, ValueError):
             raise LinkDown(f"{self.address} gave an answer that cannot be read here ({response.status_code}).") from None
-        if code in NO_ANSWER:
-            raise LinkDown(f"{self.address} did not get the request, or could not answer it ({text}).")
-        raise Refused(code, text, size=size)
+        if refusal.code in NO_ANSWER:
+            raise LinkDown(f"{self.address} did not get the request, or could not answer it ({refusal.text}).")
+        raise as_error(refusal)
 
     def _content(self, response: "httpx.Response") -> bytes:
         content = bytearray()

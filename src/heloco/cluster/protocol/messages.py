@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
-from heloco.records.events import PauseKind
+from heloco.records.events import EndKind, PauseKind
+from heloco.verdicts import ArrivalCode, Verdict
 
 T = TypeVar("T")
 _DIGITS = re.compile(r"[0-9]{1,16}")
@@ -48,9 +49,6 @@ class Ticket(Message, frozen=True, kw_only=True):
     """The machine's id. Everybody who may look at the run can see it."""
     secret: str
     """Known to this machine alone; the run keeps only its hash."""
-
-
-EndKind = Literal["finished", "stopped", "gave-up", "failed"]
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -233,11 +231,14 @@ class Acknowledgement(Message, frozen=True, kw_only=True):
     worker: int
     round: int
     version: int
-    verdict: str
+    verdict: Verdict
+    code: ArrivalCode
+    """Why the contribution was not applied unchanged; empty if it was."""
+    reason: str
+    """The code as a sentence, for people."""
     arrival: int
     outer_step: int
     staleness: int
-    reason: str
 
 
 # ---- looking at a run, and controlling it

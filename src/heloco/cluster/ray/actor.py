@@ -40,7 +40,7 @@ from heloco.wire.layout import PIECE_BYTES, Layout
 NAME = "heloco-synchronizer"
 OK, REFUSED, DOWN, FAILED = "ok", "refused", "down", "failed"
 Reply = tuple[Any, ...]
-"""(OK, answer), (REFUSED, code, text, size), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
+"""(OK, answer), (REFUSED, refusal), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
 UPLOAD_LIMIT, DOWNLOAD_LIMIT = 2, 2
 """How many contributions are received and how many starts are sent at the same time. This bounds the memory."""
 WAITING_LIMIT = 64
@@ -53,8 +53,9 @@ GROUP_OF = {
 CALLS = {
     "abandon": "service.rounds.abandon", "send_scores": "service.evaluation.take_in",
     "leave": "service.members.leave", "read": "service.admin.read",
-    "stop": "service.admin.stop", "pause": "service.pauses.order", "evict": "service.members.evict", "tokens": "list_tokens",
-    "new_token": "new_token", "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
+    "stop": "service.admin.stop", "pause": "service.pauses.pause", "unpause": "service.pauses.unpause",
+    "evict": "service.members.evict", "tokens": "list_tokens", "new_token": "new_token",
+    "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip
 """Request -> the method of the `RunHost` that answers it."""
 STEP_S = 1.0
@@ -75,7 +76,7 @@ def reply_to(ask: Callable[[], Any]) -> Reply:
     try:
         return (OK, ask())
     except Refused as refused:
-        return (REFUSED, refused.code.value, refused.text, refused.size)
+        return (REFUSED, refused.refusal)
     except (UserError, RunStopped) as error:
         return (FAILED, str(error))
     except Late as error:

@@ -78,7 +78,7 @@ class Administration:
 
     def stop(self, text: str) -> None:
         """Saves the run and ends it for now. `heloco serve` can continue it later."""
-        state = self.state
+        state, text = self.state, text or "stopped"
         with state.changed:
             if state.ended is None:
                 if state.run is not None:

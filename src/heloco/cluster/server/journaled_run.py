@@ -186,7 +186,7 @@ class JournaledRun:
         elif isinstance(event, Join):
             self.book.note_join(event.machine, event.secret_hash, event.token, event.seat)
         elif isinstance(event, Part):
-            self.book.note_part(event.machine, event.text if event.kind in ("turned-away", "evicted") else "")
+            self.book.note_part(event.machine, event.kind, event.text)
         elif isinstance(event, Pause):
             self.paused = Paused(kind=event.kind, text=event.text)
         else:
@@ -342,8 +342,8 @@ class JournaledRun:
 
 def _acknowledgement(arrival: Arrival) -> Acknowledgement:
     return Acknowledgement(
-        worker=arrival.worker, round=arrival.round, version=arrival.version, verdict=arrival.verdict, arrival=arrival.arrival,
-        outer_step=arrival.outer_step, staleness=arrival.staleness, reason=arrival.reason,
+        worker=arrival.worker, round=arrival.round, version=arrival.version, verdict=arrival.verdict, code=arrival.code,
+        reason=arrival.reason, arrival=arrival.arrival, outer_step=arrival.outer_step, staleness=arrival.staleness,
     )  # fmt: skip
 
 

@@ -105,7 +105,7 @@ class Membership:
             self.rounds.give_up(machine, _ROUND_OF.get(kind, "given-back"), text)
         state.roster.leave(machine)
         if state.run is None:
-            state.book.note_part(machine.id, text if kind == "evicted" else "")
+            state.book.note_part(machine.id, kind, text)
         elif state.ended is None:
             with state.recording() as run:
                 run.note(Part(time_s=state.now_s, machine=machine.id, kind=kind, text=text))
@@ -123,7 +123,7 @@ class Membership:
                     RefusalCode.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are."
                 )
             elif state.run is None:
-                state.book.note_part(machine, text)
+                state.book.note_part(machine, "evicted", text)
             else:
                 with state.recording() as run:
                     run.note(Part(time_s=state.now_s, machine=machine, kind="evicted", text=text))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from heloco.cluster.protocol.messages import Ended, EndKind, Paused, Ticket
+from heloco.cluster.protocol.messages import Ended, Paused, Ticket
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
@@ -16,6 +16,7 @@ from heloco.cluster.server.roster import Machine, Roster
 from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_disk
 from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
+from heloco.records.events import EndKind
 from heloco.records.journal import JournalTaken
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.run.config import RunConfig
@@ -64,7 +65,7 @@ class ServiceState:
             return
         if self.ended.kind == "failed":
             raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {self.ended.text}")
-        raise Refused(RefusalCode.ENDED, f"The run has ended: {self.ended.text}")
+        raise Refused(RefusalCode.ENDED, f"The run has ended: {self.ended.text}", end=self.ended.kind)
 
     @contextmanager
     def recording(self) -> Iterator[JournaledRun]:
@@ -113,8 +114,9 @@ class ServiceState:
         return machine
 
     def check_not_barred(self, machine: str) -> None:
-        if reason := self.book.reason_barred(machine):
-            raise Refused(RefusalCode.BARRED, f"{machine} may not take part any more: {reason}.")
+        entry = self.book.get(machine)
+        if entry is not None and entry.is_barred:
+            raise Refused(RefusalCode.BARRED, f"{machine} may not take part any more: {entry.barred_because}.")
 
     def note_transfer(self, machine: str) -> None:
         """Notes that bytes moved to or from a machine. Takes no lock."""
