@@ -1,7 +1,6 @@
 """A machine's side of a run: it joins, gives signs of life, takes rounds, hands in, and comes back by itself after a cut."""
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,8 +31,8 @@ from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
-Scores = dict[str, dict[str, float]]
-"""Source -> measure -> value."""
+Scores = dict[str, dict[str, float | None]]
+"""Source -> measure -> value; None if it is not finite."""
 FIRST_PAUSE_S, PAUSE_LIMIT_S = 0.1, 2.0
 PAUSE_SHARE = 1 / 8
 """The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
@@ -206,8 +205,7 @@ class RunClient:
             self._evaluate = None
             self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here: {error}")
             return
-        measured = {source: {name: finite(value) for name, value in measures.items()} for source, measures in scores.items()}
-        result = EvaluationResult(arrival=job.arrival, scores=measured)
+        result = EvaluationResult(arrival=job.arrival, scores=scores)
         self._call(lambda ticket: self.link.send_scores(ticket, result))
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
@@ -300,11 +298,6 @@ class RunClient:
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
                     self.obsolete = why_obsolete(answer, held)
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and Inf, which JSON cannot hold."""
-    return value if math.isfinite(value) else None
 
 
 def pause_after(waited_s: float) -> float:

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from heloco.cluster.client.machine_identity import MachineIdentity
-from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, StopRequested, TakenRound
+from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, Scores, StopRequested, TakenRound
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RunInfo
 from heloco.engine.build import build_task, model_digest, pick_device
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
+from heloco.records.json_numbers import finite_measures
 from heloco.run.config import RunConfig, resolve
 from heloco.run.settings import parse_toml, with_fields
 from heloco.synchronizer import Contribution, Round
-from heloco.task import Scores, Task
+from heloco.task import Task
 from heloco.wire import blocks
 
 
@@ -85,7 +86,7 @@ class Worker:
             for kind, ours in ((blocks.PARAMETER, model.parameters()), (blocks.BUFFER, model.buffers())):
                 for tensor, theirs in zip(ours, blocks.blocks_of(kind, tensors), strict=True):
                     tensor.copy_(theirs)
-        return self.inner.task.evaluate(model)
+        return {source: finite_measures(measures) for source, measures in self.inner.task.evaluate(model).items()}
 
     def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, **options: Any) -> str:
         """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round.

@@ -191,12 +191,12 @@ class Api:
 
     async def abandon(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.rounds.abandon, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.rounds.abandon, ticket, m.printable(reason.text))
         return reply(m.Done())
 
     async def leave(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.members.leave, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.members.leave, ticket, m.printable(reason.text))
         return reply(m.Done())
 
     # ---- looking
@@ -218,11 +218,11 @@ class Api:
 
     async def stop(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        return await self._long(("stop",), None, self.service.admin.stop, printable(reason.text))
+        return await self._long(("stop",), None, self.service.admin.stop, m.printable(reason.text))
 
     async def pause(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.pauses.pause, printable(reason.text))
+        await self.calls.call_locked(self.service.pauses.pause, m.printable(reason.text))
         return reply(m.Done())
 
     async def unpause(self, _: Request) -> Response:
@@ -231,7 +231,7 @@ class Api:
 
     async def evict(self, request: Request) -> Response:
         body = await self._body(request, m.MachineId)
-        await self.calls.call_locked(self.service.members.evict, body.machine, printable(body.text))
+        await self.calls.call_locked(self.service.members.evict, body.machine, m.printable(body.text))
         return reply(m.Done())
 
     async def tokens(self, _: Request) -> Response:
@@ -239,7 +239,7 @@ class Api:
 
     async def new_token(self, request: Request) -> Response:
         body = await self._body(request, m.TokenRequest)
-        return reply(await self.calls.call_locked(self.host.new_token, body.right, printable(body.note)))
+        return reply(await self.calls.call_locked(self.host.new_token, body.right, m.printable(body.note)))
 
     async def revoke_token(self, request: Request) -> Response:
         body = await self._body(request, m.TokenId)
@@ -362,11 +362,6 @@ def checked_layout(entries: m.Entries) -> Layout:
         return Layout.from_json(entries)
     except ValueError as error:
         raise Refused(RefusalCode.MALFORMED, f"The layout is malformed: {error}") from None
-
-
-def printable(text: str) -> str:
-    """A text without control characters, because it is shown in terminals and written to files."""
-    return "".join(c if c.isprintable() else " " for c in text).strip()
 
 
 def _address(request: Request) -> str:

@@ -3,7 +3,7 @@
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
@@ -20,7 +20,7 @@ from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import Refusal, RefusalCode, Refused, as_error
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import UserError
-from heloco.wire.layout import Layout, pieces, view
+from heloco.wire.layout import Layout, pieces_after, view
 
 if TYPE_CHECKING:
     import httpx
@@ -139,7 +139,9 @@ class HttpsLink:
 
     def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> m.Joined:
         entries = layout.entries if layout else None
-        request = m.JoinRequest(name=_printable(name, 100) or "machine", version=heloco.__version__, layout=entries)
+        request = m.JoinRequest(
+            name=m.printable(name, m.SHORT_TEXT_LIMIT) or "machine", version=heloco.__version__, layout=entries
+        )
         joined = self._post("join", request, m.Joined, headers=self._ticket_headers(returning) if returning else {})
         self._run = joined.run
         return joined
@@ -155,10 +157,10 @@ class HttpsLink:
             raise LinkDown(str(error)) from error
 
     def abandon(self, ticket: Ticket, text: str) -> None:
-        self._post("abandon", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
+        self._post("abandon", m.Reason(text=m.printable(text)), headers=self._ticket_headers(ticket))
 
     def leave(self, ticket: Ticket, text: str) -> None:
-        self._post("leave", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
+        self._post("leave", m.Reason(text=m.printable(text)), headers=self._ticket_headers(ticket))
 
     def close(self) -> None:
         """Closes the connections. The next request would open new ones."""
@@ -184,22 +186,22 @@ class HttpsLink:
             raise link_error(self.address, error) from error
 
     def stop(self, text: str) -> None:
-        self._post_long("stop", m.Reason(text=_printable(text, 500)))
+        self._post_long("stop", m.Reason(text=m.printable(text)))
 
     def pause(self, text: str) -> None:
-        self._post("pause", m.Reason(text=_printable(text, 500)))
+        self._post("pause", m.Reason(text=m.printable(text)))
 
     def unpause(self) -> None:
         self._ask("POST", "unpause", m.Done)
 
     def evict(self, machine: str, text: str) -> None:
-        self._post("evict", m.MachineId(machine=machine, text=_printable(text, 500)))
+        self._post("evict", m.MachineId(machine=machine, text=m.printable(text)))
 
     def tokens(self) -> m.TokenList:
         return self._ask("GET", "tokens", m.TokenList)
 
     def new_token(self, right: Right, note: str) -> m.TokenInfo:
-        return self._post("tokens", m.TokenRequest(right=right, note=_printable(note, 500)), m.TokenInfo)
+        return self._post("tokens", m.TokenRequest(right=right, note=m.printable(note)), m.TokenInfo)
 
     def revoke_token(self, token_id: str) -> None:
         self._post("tokens/revoke", m.TokenId(id=token_id))
@@ -310,7 +312,8 @@ class HttpsLink:
         if offset == layout.size:
             return digest_of(layout, tensors)
         digest = xxhash.xxh3_128()
-        content = _pieces_after(offset, layout, tensors, digest)
+        parts = pieces_after(offset, layout, tensors, digest)
+        content = (part[at : at + PIECE] for part in parts for at in range(0, len(part), PIECE))
         headers = {"content-length": str(layout.size - offset), **ticket_headers}
         self._ask("PUT", path, m.UploadState, params=query | {"offset": offset}, content=content, headers=headers)
         return digest.hexdigest()
@@ -346,16 +349,3 @@ class HttpsLink:
 
 class _NotYet(Exception):
     """The call is still under way: repeat the request."""
-
-
-def _pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], digest: Any) -> Iterator[memoryview]:
-    at = 0
-    for piece in pieces(layout, tensors):
-        digest.update(piece)
-        for first in range(max(0, min(len(piece), offset - at)), len(piece), PIECE):
-            yield piece[first : first + PIECE]
-        at += len(piece)
-
-
-def _printable(text: str, limit: int) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:limit]

@@ -20,8 +20,9 @@ _DIGITS = re.compile(r"[0-9]{1,16}")
 NATURAL_LIMIT = 1 << 53
 """A larger whole number is not exact in JSON."""
 Natural: TypeAlias = Annotated[int, Meta(ge=0, le=NATURAL_LIMIT)]
-ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100)]
-Text: TypeAlias = Annotated[str, Meta(max_length=500)]
+SHORT_TEXT_LIMIT, TEXT_LIMIT = 100, 500
+ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=SHORT_TEXT_LIMIT)]
+Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]
 Digest: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
 Dimension: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Entries: TypeAlias = tuple[
@@ -343,6 +344,11 @@ def convert(values: Mapping[str, str], kind: type[T]) -> T:
         return msgspec.convert(parsed, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Refused(RefusalCode.MALFORMED, f"The query is malformed: {error}.") from None
+
+
+def printable(text: str, limit: int = TEXT_LIMIT) -> str:
+    """The text without control characters, because it is shown in terminals and written to files, and not too long to send."""
+    return "".join(c if c.isprintable() else " " for c in text)[:limit].strip()
 
 
 def to_plain(message: Any) -> Any:

@@ -11,6 +11,7 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records.events import AbandonKind, Join, Part, PartKind
+from heloco.records.machine_ids import make_id
 from heloco.wire.layout import Layout
 
 PRESENT_LIMIT = 4096
@@ -61,7 +62,7 @@ class Membership:
     def _new_ticket(self, name: str) -> Ticket:
         if len(self.state.roster) >= PRESENT_LIMIT:
             raise Refused(RefusalCode.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
-        return Ticket(machine=f"{clean_name(name)}#{secrets.token_hex(4)}", secret=secrets.token_urlsafe(24))
+        return Ticket(machine=make_id(clean_name(name), secrets.token_hex(4)), secret=secrets.token_urlsafe(24))
 
     def _enter(self, ticket: Ticket, token: str) -> Machine:
         state = self.state
