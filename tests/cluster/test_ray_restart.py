@@ -4,34 +4,25 @@ import os
 import signal
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.ray import RaySupervisor
+from heloco.cluster.ray.supervisor import while_restarting
 from heloco.cluster.server.process import spec_of
 from support.ray_runs import LONGEST_S, check_exact, config, until
 from support.small_cluster import opened
 
 
-def test_while_the_synchronizer_is_down_the_status_says_that_it_restarts(tmp_path, monkeypatch):
+def test_while_the_synchronizer_is_down_the_status_says_that_it_restarts(tmp_path):
     """It is no admin's pause: the kind tells them apart."""
     service = opened(tmp_path / "run")
     service.pauses.pause("for a moment")
-    engine = object.__new__(RaySupervisor)
-    engine._last_status, engine._end = service.admin.status(), None
-    engine._link = types.SimpleNamespace(status=service.admin.status)
-    assert engine.status().paused.kind == "admin"
-
-    def is_down():
-        raise LinkDown("")
-
-    monkeypatch.setattr(engine._link, "status", is_down)
-    assert engine.status().paused.kind == "restarting"
+    status = service.admin.status()
+    assert (status.paused.kind, while_restarting(status).paused.kind) == ("admin", "restarting")
     service.close()
 
 

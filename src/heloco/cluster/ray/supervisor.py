@@ -326,8 +326,7 @@ class RaySupervisor:
             self._last_status = status = self.link.status()
         except (LinkDown, Refused, RunStopped):
             assert self._last_status is not None
-            restarting = Paused(kind="restarting", text="the synchronizer is being started again")
-            status = structs.replace(self._last_status, paused=restarting)
+            status = while_restarting(self._last_status)
         return structs.replace(status, ended=self._end or status.ended)
 
     def token(self, right: Right) -> str:
@@ -393,3 +392,8 @@ class RaySupervisor:
                 self._ray.get(actor.close.remote(), timeout=CLOSE_S)
         for handle in [*(worker.handle for worker in self._workers), *([actor] if actor is not None else [])]:
             self._kill(handle)
+
+
+def while_restarting(status: Status) -> Status:
+    """The last status, while the synchronizer is down."""
+    return structs.replace(status, paused=Paused(kind="restarting", text="the synchronizer is being started again"))
