@@ -8,7 +8,7 @@ from heloco.books import RoundUnderWay
 from heloco.ledger import Span
 from heloco.outer import Outcome
 from heloco.outer.kernels.windows import Release
-from heloco.verdicts import Code as Code
+from heloco.verdicts import ArrivalCode as ArrivalCode
 from heloco.verdicts import Verdict as Verdict
 
 
@@ -65,7 +65,7 @@ class Arrival:
     inner_steps: int
     released: tuple[int, ...]
     """Workers that may start again now."""
-    code: Code = ""
+    code: ArrivalCode = ""
     """Why the contribution was not applied unchanged, for programs; empty if it was."""
     reason: str = ""
     """The code as a sentence, for people."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from heloco.buffers import shorten
 from heloco.policy import Judgement
-from heloco.rounds import Code, Contribution, Verdict
+from heloco.rounds import ArrivalCode, Contribution, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class Ruling:
     """The verdict on a contribution: the part of an `Arrival` that is decided first."""
 
     verdict: Verdict
-    code: Code = ""
+    code: ArrivalCode = ""
     reason: str = ""
     clipped: float = 1.0
 
@@ -28,12 +28,16 @@ class Judgements:
     buffers: Judgement = field(default_factory=Judgement)
 
     @property
+    def is_outlier(self) -> bool:
+        return self.blocks.is_outlier or self.buffers.is_outlier
+
+    @property
     def sentence(self) -> str:
-        return self.blocks.sentence or self.buffers.sentence
+        return (self.blocks if self.blocks.is_outlier else self.buffers).sentence
 
     def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:
         """The worker's buffers as far as they are trusted. If its Δ was an outlier, its buffers may be spoiled too: then ours."""
-        if self.blocks.sentence:
+        if self.blocks.is_outlier:
             return ours
         if not self.buffers.scales:
             return contribution.buffers
@@ -41,7 +45,7 @@ class Judgements:
 
     def ruling(self, verdict: Verdict) -> Ruling:
         """The ruling on a contribution that is used, scaled down or unchanged."""
-        if not self.sentence:
+        if not self.is_outlier:
             return Ruling(verdict)
         clipped = min(self.blocks.smallest_scale, self.buffers.smallest_scale)
         return Ruling(verdict, "norm", f"{self.sentence}: clipped", clipped)

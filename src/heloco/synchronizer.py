@@ -224,7 +224,7 @@ class Synchronizer:
             ),
             self._judge_buffers(contribution, held, participants),
         )  # fmt: skip
-        if judgements.sentence and self.guard.policy == "refuse":
+        if judgements.is_outlier and self.guard.policy == "refuse":
             raise TooLarge(judgements.sentence)
         return judgements
 

@@ -3,5 +3,5 @@
 from typing import Literal
 
 Verdict = Literal["applied", "zeroed", "skipped", "refused", "gathered"]
-Code = Literal["", "stale", "norm", "shapes", "not-finite", "buffers-not-finite"]
+ArrivalCode = Literal["", "stale", "norm", "shapes", "not-finite", "buffers-not-finite"]
 """Why a contribution was not simply applied."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.replay import replay
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointState
@@ -121,7 +121,7 @@ def test_a_run_that_cannot_be_stopped_for_lack_of_descriptors_can_be_stopped_lat
     contribute(service, 3)
     with no_descriptors(), pytest.raises(Refused) as refused:
         service.admin.stop("enough")
-    assert refused.value.code is Code.BUSY and service.state.ended is None
+    assert refused.value.code is RefusalCode.BUSY and service.state.ended is None
     service.admin.stop("enough")
     assert service.state.ended.kind == "stopped" and RunFolder.open(folder).checkpoints()[-1].name == "arrival-00000003"
     service.close()

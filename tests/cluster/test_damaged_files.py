@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER, segments
@@ -178,7 +178,7 @@ def test_a_journal_that_is_cut_while_the_run_goes_on_stops_it_and_nothing_is_los
     os.truncate(segments(tmp_path / "run" / FOLDER)[0][1], 300)
     with pytest.raises(Refused) as refused:
         hand.hand_in(delta(5))
-    assert refused.value.code is Code.AWAY and "was changed by another process" in service.state.ended.text
+    assert refused.value.code is RefusalCode.AWAY and "was changed by another process" in service.state.ended.text
     service.close()
     service = opened(tmp_path / "run", arrivals=100, checkpoint_every=0)
     assert service.state.run.synchronizer.arrivals == len(acks)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from heloco.cluster.protocol.messages import Assignment, EvaluationJob, EvaluationResult, Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.scorers import ScorerHere, ScorerProcess
 from heloco.cluster.server.service import Service
 from heloco.engine.build import build_task
@@ -226,14 +226,14 @@ def test_a_machine_that_offers_it_evaluates_instead_of_the_synchronizer(tmp_path
     for wrong in ({}, {"a": {"loss": 1.0}, "b": {}}):
         with pytest.raises(Refused) as refused:
             hand.link.send_scores(hand.ticket, EvaluationResult(arrival=2, scores=wrong))
-        assert refused.value.code is Code.MALFORMED
+        assert refused.value.code is RefusalCode.MALFORMED
     for _ in range(2):  # an answer may be lost, and the request repeated
         hand.link.send_scores(hand.ticket, result)
     lines = evaluations(folder)
     assert lines[1].pop("machine") == hand.id and lines == undisturbed[:2] and gate.calls == 1
     with pytest.raises(Refused) as refused:
         hand.link.fetch_evaluated(hand.ticket, job, layout)
-    assert refused.value.code is Code.NOT_HELD
+    assert refused.value.code is RefusalCode.NOT_HELD
     service.close()
 
 
@@ -288,7 +288,7 @@ def test_the_last_evaluation_of_a_finished_run_is_left_to_a_machine_too(tmp_path
         hand.link.send_scores(hand.ticket, EvaluationResult(arrival=arrival, scores={"x": {"loss": None}}))
     with pytest.raises(Refused) as refused:
         service.next(hand.ticket, evaluates=True)
-    assert refused.value.code is Code.ENDED
+    assert refused.value.code is RefusalCode.ENDED
     service.close()
     assert [(line["arrival"], line["mean"], line.get("machine")) for line in evaluations(folder)] == [
         (0, {"loss": 0.0}, None), (2, {"loss": None}, hand.id), (3, {"loss": None}, hand.id),

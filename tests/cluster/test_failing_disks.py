@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heloco.cluster.protocol.messages import Assignment
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.disk import NotDurable
 from heloco.records.journal_reader import FOLDER, contribution_numbers
 from support.disks import fill_disk
@@ -79,7 +79,7 @@ def work_until_it_stops(folder: Path, arrivals: int = 6, **options) -> tuple[lis
             for ask in (hand.take, lambda: hand.hand_in(delta(99)), lambda: commit_again(hand)):
                 with pytest.raises(Refused) as refused:
                     ask()
-                assert refused.value.code is Code.AWAY  # nothing more is acknowledged
+                assert refused.value.code is RefusalCode.AWAY  # nothing more is acknowledged
             return acks, True
     return acks, False
 
@@ -141,11 +141,11 @@ def test_a_failed_fsync_is_never_answered_from_memory(tmp_path, monkeypatch):
         disk.fails_at = disk.calls + 1
         with pytest.raises(Refused) as refused:
             hand.hand_in(delta(1))
-    assert refused.value.code is Code.AWAY and service.state.ended.kind == "failed"
+    assert refused.value.code is RefusalCode.AWAY and service.state.ended.kind == "failed"
     assert "could not be made durable (No space left on device)" in service.state.ended.text
     with pytest.raises(Refused) as refused:
         hand.hand_in(delta(1))
-    assert refused.value.code is Code.AWAY
+    assert refused.value.code is RefusalCode.AWAY
     service.close()
     service = opened(tmp_path / "run")
     hand.service = service
@@ -200,7 +200,7 @@ def test_a_run_on_a_small_disk_that_fills_again_and_again(small_disk):
             if isinstance(hand.take(), Assignment):
                 acks.append(hand.hand_in(delta(1000 * hand.key.worker + hand.key.round)))
         except Refused as refused:
-            assert refused.code is Code.DISK, refused
+            assert refused.code is RefusalCode.DISK, refused
             refusals += 1
         service.housekeeping.tick()
         (small_disk / "ballast").unlink(missing_ok=True)
@@ -286,7 +286,7 @@ def test_on_a_thin_disk_that_runs_out_the_run_stops_and_goes_on_later(thin_disk,
                 service.housekeeping.save_if_due(wait=True)
             except (Refused, NotDurable) as error:
                 failed = service.state.has_failed
-                assert failed or (isinstance(error, Refused) and error.code is Code.DISK), error
+                assert failed or (isinstance(error, Refused) and error.code is RefusalCode.DISK), error
                 if failed:
                     break
     service.close()

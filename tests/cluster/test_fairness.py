@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from heloco.cluster.protocol.messages import Assignment, Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.messages import Assignment, Paused, Wait
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.policy.deadlines import RoundDeadline, reference_pace
@@ -122,7 +122,7 @@ def test_the_first_round_of_all_has_a_cap(tmp_path, clock):
     assert service.state.roster.present[talker.id].round is None and abandoned(service) == ["expired"]
     with pytest.raises(Refused) as refused:
         talker.hand_in(delta(1))
-    assert refused.value.code is Code.NOT_HELD
+    assert refused.value.code is RefusalCode.NOT_HELD
 
 
 def test_a_machine_that_wasted_its_seat_twice_goes_to_the_end_of_the_queue(tmp_path, clock):
@@ -153,7 +153,7 @@ def test_time_in_which_the_service_stood_still_or_had_no_room_does_not_count(tmp
     service.housekeeping.tick()
     clock.now += 10_000.0
     pass_time(service, clock, 2, hand)
-    monkeypatch.setattr("heloco.cluster.server.pauses.Pauses.space_problem", lambda _: "there is no room")
+    monkeypatch.setattr("heloco.cluster.server.pauses.Pauses.space_problem", lambda _: Paused(kind="space", text=""))
     pass_time(service, clock, 200, hand)
     monkeypatch.undo()
     assert hand.hand_in(delta(1)).verdict == "applied"
@@ -220,13 +220,13 @@ def test_a_model_that_is_too_large_is_refused_before_a_byte_of_it_is_taken(tmp_p
     link, ticket = bring(service, "m", huge)
     with pytest.raises(Refused) as refused:
         service.models.upload(ticket, huge)
-    assert refused.value.code is Code.TOO_LARGE and "3.52e+04 GB" in refused.value.text
+    assert refused.value.code is RefusalCode.TOO_LARGE and "3.52e+04 GB" in refused.value.text
     assert not (tmp_path / "run" / "model.partial").exists()
     small = external_run(config(model_limit_gb=1e-7), tmp_path / "small", clock=clock)
     link, ticket = bring(small, "m", Layout.from_tensors(model()))
     with pytest.raises(Refused) as refused:
         link.send_model(ticket, Layout.from_tensors(model()), model(), NAMES)
-    assert refused.value.code is Code.TOO_LARGE
+    assert refused.value.code is RefusalCode.TOO_LARGE
 
 
 def test_who_begins_to_send_a_model_and_stops_gives_up_the_place(tmp_path, clock):
@@ -237,7 +237,7 @@ def test_who_begins_to_send_a_model_and_stops_gives_up_the_place(tmp_path, clock
     upload.write(upload.begin(0), layout.header[:20])
     with pytest.raises(Refused) as refused:
         service.models.upload(quick, layout)
-    assert refused.value.code is Code.BUSY
+    assert refused.value.code is RefusalCode.BUSY
     for _ in range(12):
         clock.now += 1.0
         service.members.beat(slow, 0)
@@ -258,7 +258,7 @@ def test_not_a_number_of_a_liar_is_refused_and_others_are_not_hurt(tmp_path, clo
             if isinstance(liar.take(), Assignment):
                 liar.hand_in(bad)
         except Refused as refused:
-            assert refused.code in (Code.NOT_FINITE, Code.BARRED)
+            assert refused.code in (RefusalCode.NOT_FINITE, RefusalCode.BARRED)
         assert works(honest, clock, 0.0)
     assert all(torch.isfinite(p).all() for p in service.state.run.synchronizer.parameters)
     assert {m.name for m in service.state.roster} == {"honest"}

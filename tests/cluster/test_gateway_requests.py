@@ -11,7 +11,7 @@ import torch
 from heloco.cluster.gateway.auth import Buckets
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import RoundKey, to_plain
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.records.events import Abandon, Receive
 from heloco.wire.layout import Layout
 from support.gateways import NOBODY, REPORT, Machine
@@ -34,7 +34,7 @@ def test_another_models_layout_is_refused_by_name(served):
     other = Layout(tuple((name, dtype, (*shape[:-1], shape[-1] + 1)) for name, dtype, shape in machine.layout.entries))
     with pytest.raises(Refused, match="This run trains another model") as refused:
         link.join("other", returning=None, layout=other)
-    assert refused.value.code is Code.LAYOUT
+    assert refused.value.code is RefusalCode.LAYOUT
     assert link.join("same", returning=None, layout=machine.layout).ticket.machine.startswith("same#")
     key = machine.take()
     shapes = [*machine.contribution.entries]
@@ -42,7 +42,7 @@ def test_another_models_layout_is_refused_by_name(served):
     wrong = Layout(tuple(shapes))
     with pytest.raises(Refused, match="names, shapes or dtypes differ") as refused:
         link.hand_in(machine.ticket, key, wrong, {name: torch.zeros(shape) for name, _, shape in shapes}, REPORT)
-    assert refused.value.code is Code.LAYOUT
+    assert refused.value.code is RefusalCode.LAYOUT
     assert machine.hand_in(key, machine.delta()).verdict == "applied"
 
 
@@ -57,7 +57,7 @@ def test_other_runs_other_machines_and_other_times_are_refused_by_code(served):
     ours, theirs = Machine(served.link(), "a"), Machine(served.link(), "b")
     key, other = ours.take(), theirs.take()
     late, next_round = key._replace(version=7), key._replace(round=9)
-    for round_key, code in ((other, Code.NOT_HELD), (late, Code.FUTURE), (next_round, Code.NOT_HELD)):
+    for round_key, code in ((other, RefusalCode.NOT_HELD), (late, RefusalCode.FUTURE), (next_round, RefusalCode.NOT_HELD)):
         for ask in (
             lambda round_key=round_key: ours.hand_in(round_key, ours.delta()),
             lambda round_key=round_key: ours.fetch(round_key),
@@ -67,7 +67,7 @@ def test_other_runs_other_machines_and_other_times_are_refused_by_code(served):
             assert refused.value.code is code
     with pytest.raises(Refused, match="join again") as refused:
         ours.link.beat(NOBODY, 0)
-    assert refused.value.code is Code.UNKNOWN_MACHINE
+    assert refused.value.code is RefusalCode.UNKNOWN_MACHINE
     with served.raw(ticket=ours.ticket) as client:
         client.headers["heloco-run"] = "0123456789abcdef"
         answer = client.post("/v1/beat", json={"steps": 0})
@@ -81,7 +81,7 @@ def test_nan_is_refused_and_the_data_goes_back(served):
     delta["pseudo_gradient.1"].view(-1)[3] = float("nan")
     with pytest.raises(Refused) as refused:
         machine.hand_in(key, delta)
-    assert refused.value.code is Code.NOT_FINITE and served.digest() == before
+    assert refused.value.code is RefusalCode.NOT_FINITE and served.digest() == before
     assert served.events()[-1] is Abandon
     assert machine.take().round == key.round + 1
 
@@ -159,7 +159,7 @@ def test_beats_are_answered_while_the_synchronizer_is_busy(served, monkeypatch):
             assert client.post("/v1/contribution/commit", json=commit).status_code == 202
             with pytest.raises(Refused) as refused:
                 viewer.status()
-            assert refused.value.code is Code.BUSY
+            assert refused.value.code is RefusalCode.BUSY
             assert served.other_link().next_round(machine.ticket, 0).kind == "busy"
             for steps in range(20):
                 assert machine.link.beat(machine.ticket, steps).round == key
@@ -181,7 +181,7 @@ def test_a_status_is_answered_while_the_synchronizer_is_busy(served, monkeypatch
         assert viewer.status() == before
         with pytest.raises(Refused) as refused:  # after an order an old status would be misleading
             admin.status()
-    assert refused.value.code is Code.BUSY
+    assert refused.value.code is RefusalCode.BUSY
 
 
 def test_an_error_of_our_own_ends_one_request_and_no_more(served, caplog):
@@ -209,4 +209,4 @@ def test_a_machine_that_asks_far_too_often_is_told_so(served, monkeypatch):
         machine.link.beat(machine.ticket, 0)
     with pytest.raises(Refused) as refused:
         machine.link.beat(machine.ticket, 0)
-    assert refused.value.code is Code.RATE
+    assert refused.value.code is RefusalCode.RATE

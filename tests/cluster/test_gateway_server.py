@@ -14,7 +14,7 @@ from heloco.cluster.gateway import check_parts
 from heloco.cluster.gateway.server import GatewayServer
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.errors import UserError
 from support.gateways import Machine
 
@@ -130,7 +130,7 @@ def test_the_runs_files_can_be_read_from_elsewhere_and_no_others(served):
     for name in ("credentials/tokens.json", "../run-0/credentials/tokens.json", "/etc/passwd", "journal/acknowledged"):
         with pytest.raises(Refused) as refused:
             link.read(name, 0)
-        assert refused.value.code is Code.PATH
+        assert refused.value.code is RefusalCode.PATH
 
 
 def test_status_stop_clock_and_bandwidth(served):
@@ -146,5 +146,5 @@ def test_status_stop_clock_and_bandwidth(served):
     assert served.service.state.ended.text == "enough for today"
     with pytest.raises(Refused, match="enough for today") as refused:
         served.link().join("m", returning=None, layout=None)
-    assert refused.value.code is Code.ENDED
+    assert (refused.value.code, refused.value.refusal.end) == (RefusalCode.ENDED, "stopped")
     link.stop("again")

@@ -12,7 +12,7 @@ from heloco.cluster.gateway.auth import Buckets
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Right, Ticket, Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.tokens import format_token
 from heloco.errors import UserError
 from support.gateways import NOBODY, Machine
@@ -190,7 +190,7 @@ def test_a_revoked_token_lets_nobody_in_and_its_machines_are_sent_away(served):
     assert not served.service.state.roster.present
     with pytest.raises(Refused) as refused:
         served.other_link().next_round(machine.ticket, 0)  # with a token that holds, but it is barred
-    assert refused.value.code is Code.BARRED
+    assert refused.value.code is RefusalCode.BARRED
     Machine(served.link())  # others are not concerned
 
 
@@ -204,7 +204,7 @@ def test_pausing_evicting_and_going_on(served):
     admin.evict(machine.ticket.machine, "enough")
     with pytest.raises(Refused, match="enough") as refused:
         machine.hand_in(key, machine.delta())
-    assert refused.value.code is Code.BARRED
+    assert refused.value.code is RefusalCode.BARRED
     with pytest.raises(Refused) as refused:
         admin.evict("nobody", "")
-    assert refused.value.code is Code.NO_SUCH
+    assert refused.value.code is RefusalCode.NO_SUCH

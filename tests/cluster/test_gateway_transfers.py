@@ -15,7 +15,7 @@ import torch
 from heloco.cluster.client.run_client import RunClient
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import RoundKey
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.open_run import external_run
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.wire.layout import Layout
@@ -247,7 +247,7 @@ def test_a_model_comes_in_through_the_gateway_and_goes_on_where_it_was_cut(exter
     assert member.join().needs_model
     with pytest.raises(Refused, match="name of their own") as refused:
         member.send_model(layout, model, ["a", "a", "c"])
-    assert refused.value.code is Code.MODEL and proxy.struck == 1
+    assert refused.value.code is RefusalCode.MODEL and proxy.struck == 1
     member.send_model(layout, model, ["a", "b", "c"])
     member.send_model(layout, model, ["a", "b", "c"])  # it has one now, and that is no mistake
     taken_round = member.take()

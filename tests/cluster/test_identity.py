@@ -4,7 +4,7 @@ import pytest
 
 from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.protocol.messages import Assignment, ContributionReport, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.tokens import format_token, parse_token
 from heloco.cluster.server.token_book import TokenBook
 from heloco.errors import UserError
@@ -37,7 +37,7 @@ def test_with_another_machines_id_nothing_can_be_done(tmp_path, act, secret):
     victim.take()
     forged = Ticket(machine=victim.id, secret=attacker.ticket.secret if secret == "own" else secret)
     before = service.state.run.journal.end
-    assert refused_with(lambda: act(service, forged, victim.key)) is Code.SECRET
+    assert refused_with(lambda: act(service, forged, victim.key)) is RefusalCode.SECRET
     assert service.state.run.journal.end == before and victim.id in service.state.roster.present
     assert victim.hand_in(delta(1)).verdict == "applied"
 
@@ -61,7 +61,7 @@ def test_secrets_hold_over_a_restart_and_are_not_in_the_runs_folder(tmp_path):
     everything = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file())
     assert hand.ticket.secret.encode() not in everything
     service = hand.service = opened(tmp_path / "run", Clock())
-    assert refused_with(lambda: service.rounds.next(Ticket(machine=hand.id, secret="x"))) is Code.SECRET
+    assert refused_with(lambda: service.rounds.next(Ticket(machine=hand.id, secret="x"))) is RefusalCode.SECRET
     hand.join()
     assert hand.hand_in(delta(1)).verdict == "applied"
     service.close()
@@ -73,7 +73,7 @@ def test_an_evicted_machine_loses_its_round_and_never_comes_back_under_its_id(tm
     bad, good = Hand(service, "bad"), Hand(service, "good")
     lost_round = bad.take()
     service.members.evict(bad.id, "it sends rubbish")
-    assert refused_with(bad.take) is Code.BARRED and refused_with(bad.join) is Code.BARRED
+    assert refused_with(bad.take) is RefusalCode.BARRED and refused_with(bad.join) is RefusalCode.BARRED
     workers = set()
     for seed in range(4):
         answer = good.take()
@@ -83,8 +83,8 @@ def test_an_evicted_machine_loses_its_round_and_never_comes_back_under_its_id(tm
     assert lost_round.worker in workers
     service.close()
     service = bad.service = opened(tmp_path / "run", clock)
-    assert refused_with(bad.join) is Code.BARRED
-    assert refused_with(lambda: service.members.evict("nobody#1", "")) is Code.NO_SUCH
+    assert refused_with(bad.join) is RefusalCode.BARRED
+    assert refused_with(lambda: service.members.evict("nobody#1", "")) is RefusalCode.NO_SUCH
     service.close()
 
 

@@ -184,7 +184,11 @@ def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, worker
         for n in numbers
     ]
     acks = {
-        n: [Acknowledgement(worker=n, round=n, version=n, verdict="applied", arrival=n, outer_step=n, staleness=0, reason="")]
+        n: [
+            Acknowledgement(
+                worker=n, round=n, version=n, verdict="applied", code="", reason="", arrival=n, outer_step=n, staleness=0
+            )
+        ]
         for n in numbers
     }
     state = ServedState(

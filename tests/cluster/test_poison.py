@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.records.events import Receive
 from heloco.records.journal_reader import FOLDER, read_events
 from support.small_cluster import Clock, Hand, delta, opened
@@ -47,7 +47,7 @@ def after_a_run(folder, poison=None, first=ROUNDS, **settings):
                 machine.take()
                 machine.hand_in(poison(seed) if is_bad else delta(seed, HONEST))
             except Refused as refused:  # after the fifth contribution that could not be squared
-                assert is_bad and refused.code is Code.BARRED
+                assert is_bad and refused.code is RefusalCode.BARRED
     run = service.state.run
     tensors = [t.clone() for t in (*run.synchronizer.thetas, *run.synchronizer.buffers)]
     service.close()

@@ -11,8 +11,19 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed")
 
 from heloco.cluster.ray import RaySupervisor
+from heloco.cluster.ray.supervisor import while_restarting
 from heloco.cluster.server.process import spec_of
 from support.ray_runs import LONGEST_S, check_exact, config, until
+from support.small_cluster import opened
+
+
+def test_while_the_synchronizer_is_down_the_status_says_that_it_restarts(tmp_path):
+    """It is no admin's pause: the kind tells them apart."""
+    service = opened(tmp_path / "run")
+    service.pauses.pause("for a moment")
+    status = service.admin.status()
+    assert (status.paused.kind, while_restarting(status).paused.kind) == ("admin", "restarting")
+    service.close()
 
 
 @pytest.mark.long

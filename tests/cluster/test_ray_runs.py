@@ -21,7 +21,7 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
 from heloco.cluster.ray.ray_cluster import require_ray
@@ -110,13 +110,13 @@ def denied(engine: RaySupervisor) -> None:
     nobody = Ticket(machine="nobody#0", secret="x")
     with pytest.raises(Refused, match="join again") as refused:
         engine.link.next_round(nobody, 0.0)
-    assert refused.value.code is Code.UNKNOWN_MACHINE
+    assert refused.value.code is RefusalCode.UNKNOWN_MACHINE
     with pytest.raises(Refused) as refused:
         engine.link.beat(nobody, 0)
-    assert refused.value.code is Code.UNKNOWN_MACHINE
+    assert refused.value.code is RefusalCode.UNKNOWN_MACHINE
     with pytest.raises(Refused, match="run-id") as refused:
         engine.link.read("run-id", 0)
-    assert refused.value.code is Code.PATH
+    assert refused.value.code is RefusalCode.PATH
 
 
 # ---- tensors in pieces

@@ -95,7 +95,7 @@ def test_without_a_machine_the_others_contributions_stay(run):
     service = opened(folder, **OPTIONS)
     served = service.state.run.synchronizer.parameters
     assert all(torch.equal(a, b) for a, b in zip(served, parameters, strict=True))
-    assert service.state.book.reason_barred(hands[1].id) == "its contributions were left out"
+    assert service.state.book.get(hands[1].id).barred_because == "its contributions were left out"
     service.close()
     check_goes_on(folder, rollback.arrivals)
 

@@ -7,7 +7,7 @@ import torch
 
 from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import Assignment, RoundKey, Ticket, UploadState
-from heloco.cluster.protocol.refusals import Code
+from heloco.cluster.protocol.refusals import RefusalCode
 from heloco.records.journal_reader import contribution_numbers
 from heloco.wire.layout import Layout, pieces
 from support.runs import tape
@@ -81,15 +81,15 @@ def test_what_is_not_this_machines_round_is_refused(tmp_path, clock):
     other.take()
     before = state(service)
     worker, index, version = hand.key
-    refuses(Code.UNKNOWN_MACHINE, service.rounds.next, Ticket(machine="nobody", secret="x"))
-    refuses(Code.NOT_HELD, other.hand_in, delta(1), hand.key)
-    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index + 1, version))
-    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index, -1))
-    refuses(Code.NOT_HELD, hand.hand_in, delta(1), RoundKey(99, 0, 0))
-    refuses(Code.FUTURE, hand.hand_in, delta(1), RoundKey(worker, index, version + 1))
-    refuses(Code.VERSION, service.members.join, join_request("m", version="9.9.9"))
+    refuses(RefusalCode.UNKNOWN_MACHINE, service.rounds.next, Ticket(machine="nobody", secret="x"))
+    refuses(RefusalCode.NOT_HELD, other.hand_in, delta(1), hand.key)
+    refuses(RefusalCode.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index + 1, version))
+    refuses(RefusalCode.NOT_HELD, hand.hand_in, delta(1), RoundKey(worker, index, -1))
+    refuses(RefusalCode.NOT_HELD, hand.hand_in, delta(1), RoundKey(99, 0, 0))
+    refuses(RefusalCode.FUTURE, hand.hand_in, delta(1), RoundKey(worker, index, version + 1))
+    refuses(RefusalCode.VERSION, service.members.join, join_request("m", version="9.9.9"))
     other_model = Layout.from_tensors({"parameter.0": torch.zeros(2)}).entries
-    refuses(Code.LAYOUT, service.members.join, join_request("m", layout=other_model))
+    refuses(RefusalCode.LAYOUT, service.members.join, join_request("m", layout=other_model))
     assert state(service) == before
 
 
@@ -109,14 +109,14 @@ def test_wrong_bodies_are_refused_and_the_right_one_still_counts(tmp_path, clock
     hand.take()
     before, right = state(service), content_of(service, delta(1))
     other = Layout.from_tensors({f"pseudo_gradient.{i}": torch.zeros(3) for i in range(2)})
-    refuses(Code.TOO_LONG, sent, service, hand, right + b"x")
-    refuses(Code.LAYOUT, sent, service, hand, b"".join(pieces(other, [torch.zeros(3)] * 2)))
-    refuses(Code.LAYOUT, sent, service, hand, b"\0" * len(right))
-    refuses(Code.INCOMPLETE, sent, service, hand, right[:-1])
+    refuses(RefusalCode.TOO_LONG, sent, service, hand, right + b"x")
+    refuses(RefusalCode.LAYOUT, sent, service, hand, b"".join(pieces(other, [torch.zeros(3)] * 2)))
+    refuses(RefusalCode.LAYOUT, sent, service, hand, b"\0" * len(right))
+    refuses(RefusalCode.INCOMPLETE, sent, service, hand, right[:-1])
     upload = service.contributions.upload(hand.ticket, hand.key)
-    refuses(Code.OFFSET, upload.begin, 3)
+    refuses(RefusalCode.OFFSET, upload.begin, 3)
     upload.write(upload.begin(len(right) - 1), right[-1:])
-    refuses(Code.CORRUPTED, service.contributions.commit, hand.ticket, hand.key, NO_DIGEST, report())
+    refuses(RefusalCode.CORRUPTED, service.contributions.commit, hand.ticket, hand.key, NO_DIGEST, report())
     assert upload.size == 0  # it is to be sent again
     assert state(service) == before
     assert sent(service, hand, right).verdict == "applied"
@@ -129,7 +129,7 @@ def test_what_is_not_finite_is_refused_before_it_is_stored_and_its_data_goes_to_
     first = hand.take()
     bad = delta(1)
     bad["pseudo_gradient.1"][2] = value
-    refuses(Code.NOT_FINITE, hand.hand_in, bad)
+    refuses(RefusalCode.NOT_FINITE, hand.hand_in, bad)
     assert not contribution_numbers(service.state.run.journal.folder)
     second_round = hand.take()
     assert (second_round.round, second_round.spans) == (first.round + 1, first.spans)
@@ -143,13 +143,13 @@ def test_a_machine_whose_contributions_are_always_refused_is_turned_away(tmp_pat
     for _ in range(3):
         clock.now += 100.0  # after rounds that came to nothing the next one comes later
         assert isinstance(hand.take(), Assignment)
-        refuses(Code.NOT_FINITE, hand.hand_in, bad)
-    refuses(Code.BARRED, hand.take)
-    refuses(Code.BARRED, hand.join)
+        refuses(RefusalCode.NOT_FINITE, hand.hand_in, bad)
+    refuses(RefusalCode.BARRED, hand.take)
+    refuses(RefusalCode.BARRED, hand.join)
     service.close()
     service = opened(tmp_path / "run", clock, max_refusals=3)
     hand.service = service
-    refuses(Code.BARRED, hand.join)  # for good
+    refuses(RefusalCode.BARRED, hand.join)  # for good
 
 
 def test_a_norm_far_outside_the_recent_ones_is_refused_or_clipped(tmp_path, clock):
@@ -179,7 +179,7 @@ def test_transfers_go_on_where_they_were_cut_and_an_old_connection_may_write_no_
     assert service.contributions.progress(hand.ticket, hand.key) == UploadState(size=50)
     new = upload.begin(50)
     upload.write(new, content[50:80])
-    refuses(Code.OFFSET, upload.write, old, content[50:])
+    refuses(RefusalCode.OFFSET, upload.write, old, content[50:])
     upload.write(new, content[80:])
     digest = digest_of(service.state.run.contribution_layout, delta(1))
     assert service.contributions.commit(hand.ticket, hand.key, digest, report()).verdict == "applied"
@@ -194,8 +194,8 @@ def test_a_contribution_cannot_change_while_it_is_taken_in(tmp_path, clock):
     upload.write(turn, content_of(service, delta(1)))
     digest = digest_of(service.state.run.contribution_layout, delta(1))
     with upload.sealed():  # as in a commit whose answer was lost
-        refuses(Code.BUSY, upload.write, turn, b"x")
-        refuses(Code.BUSY, upload.restart)
-        refuses(Code.BUSY, service.contributions.commit, hand.ticket, hand.key, digest, report())
+        refuses(RefusalCode.BUSY, upload.write, turn, b"x")
+        refuses(RefusalCode.BUSY, upload.restart)
+        refuses(RefusalCode.BUSY, service.contributions.commit, hand.ticket, hand.key, digest, report())
     assert service.contributions.commit(hand.ticket, hand.key, digest, report()).verdict == "applied"
     assert len(tape(tmp_path / "run")) == 1

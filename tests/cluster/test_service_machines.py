@@ -4,7 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from heloco.cluster.protocol.messages import Wait
-from heloco.cluster.protocol.refusals import Code
+from heloco.cluster.protocol.refusals import RefusalCode
 from heloco.cluster.server import contributions as contributions_module
 from support.service_checks import refuses
 from support.small_cluster import Hand, delta, opened
@@ -44,9 +44,9 @@ def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_pa
         clock.now += 1.0
         other.beat(step)
         service.housekeeping.tick()
-    refuses(Code.UNKNOWN_MACHINE, lost.hand_in, delta(9))
+    refuses(RefusalCode.UNKNOWN_MACHINE, lost.hand_in, delta(9))
     assert lost.join().ticket.machine == lost.id
-    refuses(Code.NOT_HELD, lost.hand_in, delta(9))  # too late: told so, and a fresh round is to be had
+    refuses(RefusalCode.NOT_HELD, lost.hand_in, delta(9))  # too late: told so, and a fresh round is to be had
     lost.leave()
     other.take()  # its own worker's, which is behind
     other.hand_in(delta(1))

@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from heloco.cluster.protocol.messages import Assignment, Paused, Wait
-from heloco.cluster.protocol.refusals import Code
+from heloco.cluster.protocol.refusals import RefusalCode
 from heloco.cluster.server.administration import STATUS_PATIENCE_S
 from heloco.records.events import Pause, Resume
 from heloco.records.journal_reader import FOLDER, read_events
@@ -104,7 +104,7 @@ def test_a_pause_that_lasts_too_long_ends_the_run_and_it_can_be_taken_up(tmp_pat
         service.housekeeping.tick()
     assert service.state.ended.kind == "gave-up"
     assert "1 of at least 2 machines are here, for more than 60 s" in service.state.ended.text
-    refuses(Code.ENDED, hand.take)
+    refuses(RefusalCode.ENDED, hand.take)
     service.close()
     service = opened(tmp_path / "run", clock, min_workers=1)
     assert not service.state.ended and Hand(service, "m").work(1).verdict == "applied"

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from heloco.cluster.protocol.messages import Ended
-from heloco.cluster.protocol.refusals import Code
+from heloco.cluster.protocol.refusals import RefusalCode
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.wire.layout import Layout
@@ -25,7 +25,7 @@ def test_the_last_arrival_ends_the_run_and_what_comes_later_is_told(tmp_path, cl
     key = hand.take() and hand.key
     ack = hand.hand_in(delta(2))
     assert service.state.ended.kind == "finished"
-    refuses(Code.ENDED, late.hand_in, delta(3))
+    refuses(RefusalCode.ENDED, late.hand_in, delta(3))
     assert hand.hand_in(delta(2), key) == ack  # whoever missed the answer still gets it
     service.housekeeping.save_if_due(wait=True)
     service.close()
@@ -41,7 +41,7 @@ def test_a_stopped_run_is_saved_and_goes_on(tmp_path, clock):
     service.admin.stop("somebody stopped it")
     assert service.state.ended == Ended(kind="stopped", text="somebody stopped it")
     digest = service.state.run.digest()
-    refuses(Code.ENDED, hand.hand_in, delta(2))
+    refuses(RefusalCode.ENDED, hand.hand_in, delta(2))
     service.close()
     service = opened(tmp_path / "run", clock)
     assert service.state.run.digest() == digest and not service.state.run.synchronizer.held
@@ -54,7 +54,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
     hand.take()
     before = state(service)
     fill_disk(small_disk / "ballast")
-    assert "free some space" in refuses(Code.DISK, hand.hand_in, delta(2)).text
+    assert "free some space" in refuses(RefusalCode.DISK, hand.hand_in, delta(2)).text
     assert state(service) == before
     (small_disk / "ballast").unlink()
     assert hand.hand_in(delta(2)).verdict == "applied"
@@ -68,17 +68,18 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
 def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_path):
     service = external_run(config(), tmp_path / "run")
     link, layout = LocalLink(service), Layout.from_tensors(model())
-    refuses(Code.NO_MODEL, link.join, "m", returning=None, layout=None)
+    refuses(RefusalCode.NO_MODEL, link.join, "m", returning=None, layout=None)
     join_answer = link.join("m", returning=None, layout=layout)
     assert join_answer.needs_model
     assert service.rounds.next(join_answer.ticket).kind == "no-model"
     bad = {**model(), "parameter.1": torch.full((4,), math.nan)}
-    refuses(Code.NOT_FINITE, link.send_model, join_answer.ticket, layout, bad, NAMES)
+    refuses(RefusalCode.NOT_FINITE, link.send_model, join_answer.ticket, layout, bad, NAMES)
     link.send_model(join_answer.ticket, layout, model(), NAMES)
-    refuses(Code.HAS_MODEL, link.send_model, join_answer.ticket, layout, model(), NAMES)
+    refuses(RefusalCode.HAS_MODEL, link.send_model, join_answer.ticket, layout, model(), NAMES)
     other = Layout.from_tensors({**model(), "parameter.0": torch.zeros(5, 4)})
     assert (
-        "parameter.0 is F32 [5, 4] and not F32 [5, 3]" in refuses(Code.LAYOUT, link.join, "m", returning=None, layout=other).text
+        "parameter.0 is F32 [5, 4] and not F32 [5, 3]"
+        in refuses(RefusalCode.LAYOUT, link.join, "m", returning=None, layout=other).text
     )
     assert not link.join("n", returning=None, layout=layout).needs_model
     service.close()

@@ -11,7 +11,7 @@ from faults.account import check_ledger
 from faults.fault_list import KINDS, POINTS, Fault, faults_in_time, faults_of
 from faults.run import engine_settings, run_once, run_side_by_side
 from heloco.cluster.protocol.link import LinkDown, digest_of
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.ledger import ShardPage
 from heloco.wire.layout import pieces
 from support.disks import fill_disk
@@ -118,7 +118,7 @@ def test_a_disk_that_fills_when_a_contribution_is_all_there_makes_its_machine_wa
         try:
             service.contributions.commit(hand.ticket, hand.key, digest, report())
         except Refused as refused:
-            assert refused.code is Code.DISK, refused
+            assert refused.code is RefusalCode.DISK, refused
             denied += 1
         (small_disk / "ballast").unlink()
         service.contributions.commit(hand.ticket, hand.key, digest, report())

@@ -1,6 +1,7 @@
 """Records: what is written is what is read, and what does not fit the schema is neither."""
 
 import json
+import math
 from pathlib import Path
 
 import msgspec
@@ -8,7 +9,9 @@ import pytest
 
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.json_numbers import finite_measures, finite_or_none, shorten_number
 from heloco.records.lines import Lines, Tail, read_records
+from heloco.records.machine_ids import make_id, name_of
 from heloco.records.run_facts import read_facts
 from heloco.records.tape import ArrivalRecord
 from support.runs import evals, tape
@@ -67,3 +70,16 @@ def test_a_tail_reads_each_line_once_and_can_begin_near_the_end(tmp_path):
     assert [[r.arrival for r in tail.more()] for tail in (whole, end)] == [[3, 4], [3, 4]]
     path.write_bytes(lines[0])
     assert whole.was_cut() and end.was_cut()
+
+
+@pytest.mark.parametrize("name", ["m", "gpu-7", "a#b"])
+def test_a_machines_name_comes_back_from_its_id(name):
+    assert name_of(make_id(name, "0a1b")) == name
+    assert name_of("m") == "m"
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf])
+def test_what_json_cannot_hold_is_none(value):
+    assert finite_or_none(value) is shorten_number(value, 6) is None
+    assert finite_or_none(0.5) == 0.5 and shorten_number(2 / 3, 3) == 0.667
+    assert finite_measures({"loss": 1.0, "accuracy": math.nan}) == {"loss": 1.0, "accuracy": None}

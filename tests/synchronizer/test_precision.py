@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.gateway.api import checked_layout
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.replay import replay
@@ -268,7 +268,7 @@ def test_a_run_takes_no_model_with_them(dtype, tmp_path):
     ticket = service.members.join(join_request("m", layout=entries)).ticket
     with pytest.raises(Refused, match=r"^parameter\.1 is torch\..*" + SENTENCE) as refused:
         service.models.upload(ticket, layout)
-    assert refused.value.code is Code.LAYOUT
+    assert refused.value.code is RefusalCode.LAYOUT
     service.close()
 
 
@@ -278,7 +278,7 @@ def test_a_shape_whose_size_overflows_is_malformed(shape):
         Layout.from_json([["parameter.0", "F32", shape]])
     with pytest.raises(Refused) as refused:
         checked_layout((("parameter.0", "F32", tuple(shape)),))
-    assert refused.value.code is Code.MALFORMED
+    assert refused.value.code is RefusalCode.MALFORMED
 
 
 # ---- finite means finite

@@ -1,5 +1,6 @@
 """Tensors as files: what safetensors itself reads, believed only to the byte."""
 
+import hashlib
 import io
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from heloco.wire.layout import DTYPES, Layout, map_tensors, pieces, view, write
+from heloco.wire.layout import DTYPES, Layout, map_tensors, pieces, pieces_after, view, write
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
 NAMED = st.dictionaries(
@@ -33,6 +34,15 @@ def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
     for name, tensor in tensors.items():
         for copy in (theirs[name], ours[name]):
             assert copy.dtype == tensor.dtype and copy.shape == tensor.shape and torch.equal(copy, tensor)
+
+
+@given(NAMED, st.integers(0, 400))
+def test_a_file_can_be_sent_from_any_byte_on_and_its_digest_is_of_the_whole(described, offset):
+    tensors = made(described)
+    layout = Layout.from_tensors(tensors)
+    content, digest = b"".join(pieces(layout, tensors)), hashlib.sha256()
+    assert b"".join(pieces_after(offset, layout, tensors, digest)) == content[offset:]
+    assert digest.digest() == hashlib.sha256(content).digest()
 
 
 @given(described=NAMED)

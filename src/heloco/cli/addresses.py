@@ -77,12 +77,14 @@ def local_run(folder: Path, right: "Right") -> tuple[str, str]:
 def ask_once(ask: Callable[[], T]) -> T:
     """Makes one request without retries, and turns failures into UserError."""
     from heloco.cluster.protocol.link import LinkDown
-    from heloco.cluster.protocol.refusals import Code, Refused
+    from heloco.cluster.protocol.refusals import RefusalCode, Refused
 
     try:
         return ask()
     except LinkDown as error:
         raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
     except Refused as refused:
-        remedy = " `heloco tokens RUN`, where the run is served, lists and makes them." if refused.code is Code.RIGHT else ""
+        remedy = (
+            " `heloco tokens RUN`, where the run is served, lists and makes them." if refused.code is RefusalCode.RIGHT else ""
+        )
         raise UserError(f"{refused.text}{remedy}") from refused

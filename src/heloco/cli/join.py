@@ -94,7 +94,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
     worker = Worker(task, config, tell=lambda text: print(text, flush=True), after_round=count)
 
     def stop(number: int, _: FrameType | None) -> None:
-        if worker.stop_requested:  # second signal: stop at once
+        if worker.stop_requested is not None:  # second signal: stop at once
             raise KeyboardInterrupt
         worker.stop_requested = f"stopped by {signal.Signals(number).name}"
 

@@ -275,7 +275,7 @@ def evaluate(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
     from heloco.engine.build import load_model, pick_device
-    from heloco.engine.local import finite
+    from heloco.records.json_numbers import finite_measures
     from heloco.report.terminal import scores_table
     from heloco.run import RunFolder
     from heloco.task import mean_scores
@@ -285,7 +285,8 @@ def evaluate(parsed: argparse.Namespace) -> int:
     state, tensors = folder.load_model()
     task = rebuild_task(config, parsed.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
-    mean, per_source = finite(mean_scores(scores)), {name: finite(measures) for name, measures in scores.items()}
+    mean = finite_measures(mean_scores(scores))
+    per_source = {name: finite_measures(measures) for name, measures in scores.items()}
     if parsed.json:
         print(json.dumps({"arrival": state.arrival, "mean": mean, "scores": per_source}, indent=1))
     else:

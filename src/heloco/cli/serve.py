@@ -163,8 +163,8 @@ class Engine(Protocol):
     def token(self, right: "Right") -> str: ...
     def status(self) -> "Status": ...
     def stop(self, reason: str) -> None: ...
-    def trouble(self) -> str:
-        """The error of a local worker or of the synchronizer that needs a person; empty if there is none."""
+    def trouble(self) -> str | None:
+        """The error of a local worker or of the synchronizer that needs a person; None if there is none."""
 
     def close(self) -> None: ...
 
@@ -208,8 +208,8 @@ class HereEngine:
     def stop(self, reason: str) -> None:
         self.host.stop(reason)
 
-    def trouble(self) -> str:
-        return self.workers.failure() if self.workers else ""
+    def trouble(self) -> str | None:
+        return self.workers.failure() if self.workers else None
 
     def close(self) -> None:
         goes_on = self._is_child and self.host.service.state.has_failed

@@ -60,7 +60,7 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
                 print(f"What the run has written cannot be shown at the moment: {error}", flush=True)
         if status.ended is not None and (status.ended.kind != "finished" or not status.evaluations_due):
             return status.ended
-        if status.ended is None and not status.machines and (reason := engine.trouble()):
+        if status.ended is None and not status.machines and (reason := engine.trouble()) is not None:
             engine.stop(f"its local workers could not start: {reason}")
         if stopping():
             return None

@@ -1,6 +1,5 @@
 """A run on this machine: the virtual clock drives the synchronizer, and each round is computed when its arrival is due."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +16,7 @@ from heloco.inner import SequentialInner
 from heloco.inner.second_moment import shared_memory
 from heloco.outer.kernels import name_for
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.json_numbers import finite_measures
 from heloco.records.run_facts import BlockFacts, RunFacts, ShardFacts
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder
@@ -246,14 +246,9 @@ def evaluation_record(
     """An evaluation's line: where the run was, and what was found."""
     return EvaluationRecord(
         arrival=arrival, outer_step=outer_step, time_s=time_s, inner_steps=inner_steps, units=units, machine=machine,
-        mean=finite(mean_scores(scores)), scores={name: finite(measures) for name, measures in scores.items()},
+        mean=finite_measures(mean_scores(scores)), scores={name: finite_measures(measures) for name, measures in scores.items()},
     )  # fmt: skip
 
 
 def is_due(arrivals: int, every: int) -> bool:
     return every > 0 and arrivals % every == 0
-
-
-def finite(measures: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN: a measure that is none is null."""
-    return {name: float(value) if math.isfinite(value) else None for name, value in measures.items()}

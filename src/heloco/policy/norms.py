@@ -45,7 +45,12 @@ class Judgement:
     scales: Sequence[float] = ()
     """The factor of each block; empty: all are 1."""
     sentence: str = ""
-    """Which norm is how far above its bound; empty: none is."""
+    """For people: which norm is how far above its bound."""
+
+    @property
+    def is_outlier(self) -> bool:
+        """Whether a norm is above its bound."""
+        return self.smallest_scale < 1
 
     @property
     def smallest_scale(self) -> float:

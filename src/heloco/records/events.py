@@ -14,7 +14,11 @@ AbandonKind = Literal[
 ]
 WASTED: frozenset[AbandonKind] = frozenset({"given-back", "lost", "expired", "not-finite"})
 """Kinds of abandoned rounds that count against the machine that held them."""
-PauseKind = Literal["space", "machines", "participation", "admin"]
+BARRING: frozenset[PartKind] = frozenset({"turned-away", "evicted"})
+"""Ways to leave after which a machine may not come back."""
+PauseKind = Literal["space", "machines", "participation", "admin", "restarting"]
+"""restarting: the synchronizer's process is being started again. Its supervisor says so; it is never in a journal."""
+EndKind = Literal["finished", "stopped", "gave-up", "failed"]
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from heloco.verdicts import Code, Verdict
+from heloco.verdicts import ArrivalCode, Verdict
 
 Index = Annotated[int, Meta(ge=0)]
 CASES = {"k": "kept", "d": "damped", "t": "turned", "s": "skipped"}
@@ -56,7 +56,7 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     samples: int
     units: int
     """Tokens or samples, as run.json says."""
-    code: Code = ""
+    code: ArrivalCode = ""
     """Why it was not simply applied; empty if it was."""
     reason: str = ""
     """The same as a sentence."""

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
+from heloco.hosts import is_loopback
 from heloco.records.run_files import CONFIG
 from heloco.report.differences import differences
-from heloco.report.own_names import OwnNames, is_loopback, names_of_this_machine
+from heloco.report.own_names import OwnNames, names_of_this_machine
 from heloco.report.page_data import page_data
 from heloco.report.page_writer import as_json, render_report, render_waiting
 from heloco.report.run_reader import Run, read_runs

@@ -11,18 +11,13 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from heloco.hosts import is_loopback
+
 REFUSAL = (
     "`heloco watch` answers only to names of its own machine: open the address that it printed, or start it with --host NAME."
 )
 Send = Callable[[Any], Awaitable[None]]
 App = Callable[[Any, Callable[[], Awaitable[Any]], Send], Awaitable[None]]
-
-
-def is_loopback(name: str) -> bool:
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return name == "localhost" or name.endswith(".localhost")
 
 
 def names_of_this_machine(host: str) -> set[str]:

@@ -1,10 +1,10 @@
 """What the page of a report shows, as JSON can say it."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from heloco.records.json_numbers import shorten_number
 from heloco.records.tape import CASES
 from heloco.report import overview
 from heloco.report.charts import correction_map, curves, machine_charts, worker_charts
@@ -74,7 +74,7 @@ def _panel(panel: Panel, low: float, high: float) -> dict[str, Any]:
 def _short(value: Any) -> Any:
     """Six significant digits, and null for what is no number."""
     if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
+        return shorten_number(value, 6)
     if isinstance(value, dict):
         return {name: _short(inner) for name, inner in value.items()}
     return [_short(inner) for inner in value] if isinstance(value, list | tuple) else value

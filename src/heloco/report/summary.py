@@ -7,6 +7,7 @@ from pathlib import Path
 
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.lines import read_records
+from heloco.records.machine_ids import name_of
 from heloco.records.run_facts import RunFacts
 from heloco.records.run_files import EVALS, TAPE
 from heloco.records.tape import CASES, ArrivalRecord
@@ -60,11 +61,6 @@ class MachineSummary(Contributions):
     """Whose rounds it did."""
     last_arrival: int | None = None
     last_s: float | None = None
-
-
-def name_of(machine: str) -> str:
-    """What a machine calls itself: its id is that, # and something random."""
-    return machine.rpartition("#")[0] or machine
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """From an arrival to its line on the tape."""
 
-import math
-
+from heloco.records.json_numbers import finite_or_none, shorten_number
 from heloco.records.tape import CASES, ArrivalRecord, BlockColumns
 from heloco.synchronizer import Arrival, Contribution
 
@@ -26,8 +25,8 @@ def arrival_record(
         shard=arrival.shard,
         spans=arrival.spans,
         inner_steps=arrival.inner_steps,
-        loss=_number(contribution.loss),
-        last_loss=_number(contribution.last_loss),
+        loss=finite_or_none(contribution.loss),
+        last_loss=finite_or_none(contribution.last_loss),
         samples=contribution.samples,
         units=contribution.units,
         code=arrival.code,
@@ -53,11 +52,6 @@ def _block_columns(arrival: Arrival, numbers: bool) -> BlockColumns | None:
     )
 
 
-def _number(value: float | None) -> float | None:
-    """JSON has no NaN: a loss that is none is null."""
-    return value if value is not None and math.isfinite(value) else None
-
-
 def _short(value: float | None) -> float | None:
     """Six significant digits are more than a plot needs and keep the tape small."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+    return shorten_number(value, 6)

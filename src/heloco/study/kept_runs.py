@@ -1,6 +1,5 @@
 """A finished run as it is kept: one small JSON file, named by its digest, whole or not there at all."""
 
-import math
 import re
 from pathlib import Path
 from typing import Literal
@@ -11,6 +10,7 @@ from msgspec import Struct
 from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
+from heloco.records.json_numbers import shorten_number
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
 from heloco.run.config import Settings
@@ -96,7 +96,7 @@ def make_record(config: RunConfig, task_digest: str, collected: Collector, diver
 
 def _short(value: float | None) -> float | None:
     """Five digits: a loss differs from seed to seed in the third."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    return shorten_number(value, 5)
 
 
 class RunStore:

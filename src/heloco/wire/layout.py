@@ -145,6 +145,17 @@ def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> 
                 yield raw[at : at + PIECE_BYTES]
 
 
+def pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], hashed: Any = None) -> Iterator[memoryview]:
+    """The bytes of the file with these tensors, from `offset` on. `hashed` is a digest that is updated with the whole file."""
+    at = 0
+    for piece in pieces(layout, tensors):
+        if hashed is not None:
+            hashed.update(piece)
+        if at + len(piece) > offset:
+            yield piece[max(0, offset - at) :]
+        at += len(piece)
+
+
 def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor], hashed: Any = None) -> None:
     """Writes the tensors to an unbuffered file. `hashed` is a digest that is updated with every piece."""
     for piece in pieces(layout, tensors):

@@ -30,7 +30,7 @@ from heloco.cluster.client.ranks import Ranks
 from heloco.cluster.client.round_plan import RoundPlan
 from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded
 from heloco.cluster.protocol.link import Link
-from heloco.cluster.protocol.messages import ContributionReport
+from heloco.cluster.protocol.messages import ContributionReport, Ended, Wait
 from heloco.cluster.protocol.refusals import Refused
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
@@ -127,7 +127,7 @@ class JoinedLoop:
         self._clear_optimizer = self._is_exchanging = False
         self._losses: list[Tensor | float] = []
         self._samples = 0
-        self._last_wait_reason = ""
+        self._last_wait: Wait | None = None
         self._pending_optimizers: set[int] = set()
         self._hooks: list[RemovableHandle] = []
 
@@ -159,11 +159,11 @@ class JoinedLoop:
     @property
     def waiting(self) -> str:
         """Why this machine has no round at the moment; empty if it has one."""
-        return self._client.waiting if self._client else ""
+        return self._client.waiting.text if self._client and self._client.waiting else ""
 
     @property
     def ended(self) -> bool:
-        return bool(self._plan.end_reason)
+        return self._plan.ended is not None
 
     def report(self, loss: Tensor | float | None = None, *, samples: int = 0) -> None:
         """Reports a training loss and the samples it covers. The run's tape gets the mean over the
@@ -187,8 +187,8 @@ class JoinedLoop:
                 raise UserError("The optimizer moves none of the model's parameters: give the one that trains this model.")
             self._ranks.ask(self._enter_run)
             self._exchange(lambda: None)
-            if self.ended:
-                raise self._nothing_to_join(self._plan.end_reason)
+            if self._plan.ended is not None:
+                raise self._nothing_to_join(self._plan.ended.text)
             self._pending_optimizers = {id(optimizer) for optimizer in self._optimizers}
             hook = torch.compiler.disable(self._after_step)  # type: ignore[no-untyped-call]  # where steps are compiled
             self._hooks = [optimizer.register_step_post_hook(hook) for optimizer in self._optimizers]
@@ -268,7 +268,7 @@ class JoinedLoop:
             self._exchange(lambda: None)
         elif self._steps >= self._plan.inner_steps:
             self._exchange(self._hand_in)
-        elif client is not None and client.obsolete_because and self._ranks.size == 1:
+        elif client is not None and client.obsolete is not None and self._ranks.size == 1:
             # Only rank 0 hears of it: with more ranks the others would go on into a collective that it never enters.
             self._exchange(self._give_up)
 
@@ -283,7 +283,7 @@ class JoinedLoop:
                 optimizer.state.clear()
         self._plan, self._steps, self._is_exchanging = plan, 0, False
         self._losses, self._samples = [], 0
-        if plan.end_reason and self._hooks:
+        if plan.ended is not None and self._hooks:
             self._stop_loop()
 
     def _stop_loop(self) -> None:
@@ -305,14 +305,14 @@ class JoinedLoop:
                 taken_round = self._client.take(self._note_waiting)
                 assert taken_round is not None
         except RunEnded as end:
-            return self._take_final(str(end))
-        self._last_wait_reason = ""
+            return self._take_final(end.ended)
+        self._last_wait = None
         self._blocks.load(taken_round.start)
         self._start = taken_round.start
         joined, steps = self._client.joined, taken_round.assignment.inner_steps
         return RoundPlan(taken_round.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
 
-    def _take_final(self, reason: str) -> RoundPlan:
+    def _take_final(self, ended: Ended) -> RoundPlan:
         """The run has ended. Loads its final model, if that can still be fetched."""
         assert self._client is not None and self._blocks is not None
         if self._hooks:
@@ -320,8 +320,8 @@ class JoinedLoop:
             if model is not None:
                 self._blocks.load(model)
             outcome = "its model is loaded" if model is not None else "its model is out of reach, so this machine's own stays"
-            self._tell(f"{reason}. After {self.arrivals} contributions from here; {outcome}.")
-        return RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, end_reason=reason)
+            self._tell(f"{ended.text}. After {self.arrivals} contributions from here; {outcome}.")
+        return RoundPlan(self._plan.key, 0, self._plan.seat, self._plan.seats, ended=ended)
 
     def _hand_in(self) -> None:
         assert self._client is not None and self._blocks is not None
@@ -356,8 +356,8 @@ class JoinedLoop:
         self._tell(f"{name} came to NaN or Inf and is given up: a fresh start, and the optimizer's state is cleared.")
 
     def _give_up(self) -> None:
-        assert self._client is not None
-        reason = self._client.obsolete_because
+        assert self._client is not None and self._client.obsolete is not None
+        reason = self._client.obsolete.text
         self._client.abandon(reason)
         self._tell(f"Round {self.round} of worker {self._plan.key.worker} is given up after {self._steps} steps: {reason}.")
 
@@ -378,9 +378,10 @@ class JoinedLoop:
             self._options.tell(line)
 
     def _note_waiting(self) -> bool:
-        if self.waiting and self.waiting != self._last_wait_reason:
-            self._tell(f"Waiting for a round: {self.waiting}.")
-            self._last_wait_reason = self.waiting
+        wait = self._client.waiting if self._client else None
+        if wait is not None and wait != self._last_wait:
+            self._tell(f"Waiting for a round: {wait.text}.")
+            self._last_wait = wait
         return False
 
     def _nothing_to_join(self, reason: str) -> UserError:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from heloco.cluster.protocol.messages import RoundKey
+from heloco.cluster.protocol.messages import Ended, RoundKey
 
 NO_ROUND = RoundKey(0, 0, 0)
 """Stands for the round before the first one has begun."""
@@ -16,6 +16,7 @@ class RoundPlan:
     inner_steps: int = 0
     seat: int | None = None
     seats: int = 1
-    end_reason: str = ""
+    ended: Ended | None = None
+    """How the run ended; None while it goes on."""
     clear_optimizer: bool = False
     """Whether the optimizer's state must be cleared."""

@@ -1,12 +1,11 @@
 """A machine's side of a run: it joins, gives signs of life, takes rounds, hands in, and comes back by itself after a cut."""
 
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from heloco.cluster.protocol.messages import (
     Assignment,
     BeatAnswer,
     ContributionReport,
+    Ended,
     EvaluationJob,
     EvaluationResult,
     Joined,
@@ -25,13 +25,14 @@ from heloco.cluster.protocol.messages import (
     Ticket,
     Wait,
 )
-from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, Code, Refused
+from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
 from heloco.errors import RunStopped, UserError
+from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
-Scores = dict[str, dict[str, float]]
-"""Source -> measure -> value."""
+Scores = dict[str, dict[str, float | None]]
+"""Source -> measure -> value; None if it is not finite."""
 FIRST_PAUSE_S, PAUSE_LIMIT_S = 0.1, 2.0
 PAUSE_SHARE = 1 / 8
 """The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
@@ -42,6 +43,10 @@ FINAL_TRIES = 3
 class RunEnded(Exception):
     """The run has ended; the text says why."""
 
+    def __init__(self, kind: EndKind, text: str) -> None:
+        super().__init__(text)
+        self.ended = Ended(kind=kind, text=text)
+
 
 class StopRequested(Exception):
     """This machine was asked to stop while the run could not be reached."""
@@ -49,6 +54,14 @@ class StopRequested(Exception):
 
 class NotHeld(Exception):
     """This machine no longer holds the round. It continues with a fresh one."""
+
+
+@dataclass(frozen=True)
+class Obsolete:
+    """Why a round is not worth finishing."""
+
+    kind: Literal["ended", "too-stale", "not-held"]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -86,10 +99,10 @@ class RunClient:
         self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
         self.steps = 0
         """Inner steps of the current round that are done."""
-        self.obsolete_because = ""
-        """Why the current round should be abandoned; empty if it should not."""
-        self.waiting = ""
-        """Why this machine has no round at the moment; empty if it has one."""
+        self.obsolete: Obsolete | None = None
+        """Why the current round should be abandoned; None if it should not."""
+        self.waiting: Wait | None = None
+        """Why this machine has no round at the moment; None if it has one, or has not asked."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate = evaluate
@@ -123,8 +136,7 @@ class RunClient:
         try:
             self._joined = self._with_retries(ask)
         except Refused as refusal:
-            if refusal.code is Code.ENDED:
-                raise RunEnded(refusal.text) from None
+            _raise_if_ended(refusal)
             raise
         self._returning = self._joined.ticket
         self._keep_ticket(self._joined.ticket)
@@ -150,7 +162,7 @@ class RunClient:
         try:
             self._call(lambda ticket: self.link.send_model(ticket, layout, tensors, names))
         except Refused as refusal:
-            if refusal.code is not Code.HAS_MODEL:
+            if refusal.code is not RefusalCode.HAS_MODEL:
                 raise
 
     # ---- rounds
@@ -160,7 +172,7 @@ class RunClient:
         while not stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
             answer = self._next_round(wait_s)
-            self.waiting = answer.text if isinstance(answer, Wait) else ""
+            self.waiting = answer if isinstance(answer, Wait) else None
             if isinstance(answer, EvaluationJob):
                 self._do(answer)
                 continue
@@ -193,8 +205,7 @@ class RunClient:
             self._evaluate = None
             self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here: {error}")
             return
-        measured = {source: {name: finite(value) for name, value in measures.items()} for source, measures in scores.items()}
-        result = EvaluationResult(arrival=job.arrival, scores=measured)
+        result = EvaluationResult(arrival=job.arrival, scores=scores)
         self._call(lambda ticket: self.link.send_scores(ticket, result))
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
@@ -203,7 +214,7 @@ class RunClient:
 
     def _hold(self, key: RoundKey | None) -> None:
         with self._lock:
-            self.steps, self.obsolete_because, self._held = 0, "", key
+            self.steps, self.obsolete, self._held = 0, None, key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
         """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
@@ -237,14 +248,13 @@ class RunClient:
             try:
                 return self._with_retries(lambda: ask(self.joined.ticket))
             except Refused as refusal:
-                if refusal.code is Code.ENDED:
-                    raise RunEnded(refusal.text) from None
-                if refusal.code in (Code.NOT_HELD, Code.NOT_FINITE):
+                _raise_if_ended(refusal)
+                if refusal.code in (RefusalCode.NOT_HELD, RefusalCode.NOT_FINITE):
                     self._hold(None)
                     raise NotHeld(refusal.text) from None
                 if refusal.code in RESUMED:
                     continue  # the next try continues from the bytes that have arrived
-                if refusal.code not in (Code.UNKNOWN_MACHINE, Code.SECRET):
+                if refusal.code not in (RefusalCode.UNKNOWN_MACHINE, RefusalCode.SECRET):
                     raise
                 self._enter()
 
@@ -287,12 +297,7 @@ class RunClient:
                 continue  # the next request will find out
             with self._lock:
                 if held is not None and held == self._held:  # otherwise the answer is about another round
-                    self.obsolete_because = _why_obsolete(answer, held)
-
-
-def finite(value: float) -> float | None:
-    """None for NaN and Inf, which JSON cannot hold."""
-    return value if math.isfinite(value) else None
+                    self.obsolete = why_obsolete(answer, held)
 
 
 def pause_after(waited_s: float) -> float:
@@ -300,11 +305,17 @@ def pause_after(waited_s: float) -> float:
     return min(PAUSE_LIMIT_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
 
 
-def _why_obsolete(answer: BeatAnswer, held: RoundKey) -> str:
+def _raise_if_ended(refused: Refused) -> None:
+    if refused.refusal.end is not None:
+        raise RunEnded(refused.refusal.end, refused.text) from None
+
+
+def why_obsolete(answer: BeatAnswer, held: RoundKey) -> Obsolete | None:
+    """What a beat's answer says about the round that this machine works on."""
     if answer.ended is not None and answer.ended.kind != "failed":
-        return f"the run has ended: {answer.ended.text}"
+        return Obsolete("ended", f"the run has ended: {answer.ended.text}")
     if answer.too_stale:
-        return "its contribution would arrive too late to be used"
+        return Obsolete("too-stale", "its contribution would arrive too late to be used")
     if answer.round != held:
-        return "it was given to another machine"
-    return ""
+        return Obsolete("not-held", "it was given to another machine")
+    return None

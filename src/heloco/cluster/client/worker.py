@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 from heloco.cluster.client.machine_identity import MachineIdentity
-from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, StopRequested, TakenRound
+from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, Scores, StopRequested, TakenRound
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RunInfo
 from heloco.engine.build import build_task, model_digest, pick_device
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
+from heloco.records.json_numbers import finite_measures
 from heloco.run.config import RunConfig, resolve
 from heloco.run.settings import parse_toml, with_fields
 from heloco.synchronizer import Contribution, Round
-from heloco.task import Scores, Task
+from heloco.task import Task
 from heloco.wire import blocks
 
 
@@ -59,7 +60,8 @@ class Worker:
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self.before_step
         self.keep_state = config.inner.keep_state
-        self.stop_requested = ""
+        self.stop_requested: str | None = None
+        """Why this machine was asked to stop; None if it was not."""
         self.rounds = 0
         self._config = config
         self._optimizer_states: dict[int, dict[str, Tensor] | None] = {}
@@ -84,7 +86,7 @@ class Worker:
             for kind, ours in ((blocks.PARAMETER, model.parameters()), (blocks.BUFFER, model.buffers())):
                 for tensor, theirs in zip(ours, blocks.blocks_of(kind, tensors), strict=True):
                     tensor.copy_(theirs)
-        return self.inner.task.evaluate(model)
+        return {source: finite_measures(measures) for source, measures in self.inner.task.evaluate(model).items()}
 
     def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, **options: Any) -> str:
         """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round.
@@ -92,7 +94,7 @@ class Worker:
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
-            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested,
+            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested is not None,
             tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
         )  # fmt: skip
         outcome = "nothing was under way"
@@ -100,14 +102,14 @@ class Worker:
             seat = client.join().seat
             role = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
             self.tell(f"Joined {link.address} as {role}, {step_s:.3g} s per step.")
-            while (taken_round := client.take(lambda: bool(self.stop_requested))) is not None:
+            while (taken_round := client.take(lambda: self.stop_requested is not None)) is not None:
                 outcome = self._round(client, taken_round)
-                if self.stop_requested:
+                if self.stop_requested is not None:
                     break
-            client.leave(self.stop_requested)
+            client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}): {outcome}."
         except StopRequested:
-            client.leave(self.stop_requested)
+            client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}), which is out of reach: it will give what was under way to another."
         except RunEnded as end:
             client.leave()
@@ -139,8 +141,10 @@ class Worker:
         """Called before each inner step."""
         if self._client is None:
             return
-        if reason := self.stop_requested or self._client.obsolete_because:
-            raise Abandoned(reason)
+        if self.stop_requested is not None:
+            raise Abandoned(self.stop_requested)
+        if self._client.obsolete is not None:
+            raise Abandoned(self._client.obsolete.text)
         self._client.steps += 1
 
     def _as_round(self, taken_round: TakenRound) -> Round:

@@ -21,7 +21,7 @@ from heloco.cluster.gateway.bodies import LARGE, SMALL, FileBody, Zeros, begin_o
 from heloco.cluster.gateway.calls import ANSWER_S, Calls, Changes
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.process import RunHost
 from heloco.cluster.server.token_book import Token
 from heloco.cluster.server.transfers import Upload
@@ -53,7 +53,9 @@ class KeyAndOffset(Key, frozen=True, kw_only=True):
     offset: m.Natural
 
 
-class Arrival(m.Message, frozen=True, kw_only=True):
+class ArrivalQuery(m.Message, frozen=True, kw_only=True):
+    """An arrival in a query."""
+
     arrival: m.Natural
 
 
@@ -138,27 +140,27 @@ class Api:
         """The ticket of a request. Raises `Refused` if it names another run, is wrong, or comes too often."""
         ticket = shown_ticket(request)
         if ticket is None:
-            raise Refused(Code.SECRET, "The request has no ticket in the header heloco-machine.")
+            raise Refused(RefusalCode.SECRET, "The request has no ticket in the header heloco-machine.")
         is_here = ticket.machine in self.service.state.roster.present
         self._limit(self.requests_allowed, ticket.machine if is_here else _address(request))
         named_run, served_run = header(request.scope, b"heloco-run").decode("latin-1"), self.service.state.run_id
         if named_run != served_run:
-            raise Refused(Code.OTHER_RUN, f"This is run {served_run}, not {named_run}: join this one, or fix the address.")
+            raise Refused(RefusalCode.OTHER_RUN, f"This is run {served_run}, not {named_run}: join this one, or fix the address.")
         self.service.state.machine(ticket)
         return ticket
 
     def _limit(self, buckets: Buckets, name: str) -> None:
         if not buckets.take(name):
-            raise Refused(Code.RATE, f"More than {buckets.per_s:g} requests per second come from you: ask less often.")
+            raise Refused(RefusalCode.RATE, f"More than {buckets.per_s:g} requests per second come from you: ask less often.")
 
     def _query(self, request: Request, kind: type[T]) -> T:
         try:
             text = request.scope["query_string"].decode("ascii")
             pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=True, max_num_fields=16) if text else []
         except ValueError:
-            raise Refused(Code.MALFORMED, "The query is not name=value&….") from None
+            raise Refused(RefusalCode.MALFORMED, "The query is not name=value&….") from None
         if len(dict(pairs)) != len(pairs):
-            raise Refused(Code.MALFORMED, "The query has a name twice.")
+            raise Refused(RefusalCode.MALFORMED, "The query has a name twice.")
         return m.convert(dict(pairs), kind)
 
     def _transfer_callback(self, ticket: Ticket) -> Callable[[], None]:
@@ -189,12 +191,12 @@ class Api:
 
     async def abandon(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.rounds.abandon, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.rounds.abandon, ticket, m.printable(reason.text))
         return reply(m.Done())
 
     async def leave(self, request: Request) -> Response:
         ticket, reason = self._ticket(request), await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.members.leave, ticket, printable(reason.text))
+        await self.calls.call_locked(self.service.members.leave, ticket, m.printable(reason.text))
         return reply(m.Done())
 
     # ---- looking
@@ -216,20 +218,20 @@ class Api:
 
     async def stop(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        return await self._long(("stop",), None, self.service.admin.stop, printable(reason.text) or "stopped")
+        return await self._long(("stop",), None, self.service.admin.stop, m.printable(reason.text))
 
     async def pause(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.pauses.order, printable(reason.text) or "somebody paused it")
+        await self.calls.call_locked(self.service.pauses.pause, m.printable(reason.text))
         return reply(m.Done())
 
     async def unpause(self, _: Request) -> Response:
-        await self.calls.call_locked(self.service.pauses.order, "")
+        await self.calls.call_locked(self.service.pauses.unpause)
         return reply(m.Done())
 
     async def evict(self, request: Request) -> Response:
         body = await self._body(request, m.MachineId)
-        await self.calls.call_locked(self.service.members.evict, body.machine, printable(body.text))
+        await self.calls.call_locked(self.service.members.evict, body.machine, m.printable(body.text))
         return reply(m.Done())
 
     async def tokens(self, _: Request) -> Response:
@@ -237,7 +239,7 @@ class Api:
 
     async def new_token(self, request: Request) -> Response:
         body = await self._body(request, m.TokenRequest)
-        return reply(await self.calls.call_locked(self.host.new_token, body.right, printable(body.note)))
+        return reply(await self.calls.call_locked(self.host.new_token, body.right, m.printable(body.note)))
 
     async def revoke_token(self, request: Request) -> Response:
         body = await self._body(request, m.TokenId)
@@ -256,7 +258,7 @@ class Api:
             try:
                 answer = await self.calls.call_locked(self.service.next, ticket, body.evaluates)
             except Refused as refused:
-                if refused.code is not Code.BUSY:
+                if refused.code is not RefusalCode.BUSY:
                     raise
                 answer = m.Wait(kind="busy", text="the synchronizer is busy")
             left_s = until - time.monotonic()
@@ -270,7 +272,7 @@ class Api:
         return await self._file_body(request, ticket, path)
 
     async def evaluated_model(self, request: Request) -> Any:
-        ticket, query = self._ticket(request), self._query(request, Arrival)
+        ticket, query = self._ticket(request), self._query(request, ArrivalQuery)
         path = await self.calls.call_locked(self.service.evaluation.model, ticket, query.arrival)
         return await self._file_body(request, ticket, path)
 
@@ -324,7 +326,7 @@ class Api:
         ticket, query = self._ticket(request), self._query(request, Offset)
         layout = self._models.get(ticket.machine)
         if layout is None:
-            raise Refused(Code.INCOMPLETE, "Send the model's layout first.", size=0)
+            raise Refused(RefusalCode.INCOMPLETE, "Send the model's layout first.", size=0)
         upload = await self.calls.call_locked(self.service.models.upload, ticket, layout)
         return await self._take_in(request, ticket, upload, query.offset)
 
@@ -342,7 +344,7 @@ class Api:
         self._limit(self._looks, _address(request))
         query = self._query(request, ProbeSize)
         if query.bytes > PROBE_LIMIT_BYTES:
-            raise Refused(Code.MALFORMED, f"At most {PROBE_LIMIT_BYTES} bytes are sent.")
+            raise Refused(RefusalCode.MALFORMED, f"At most {PROBE_LIMIT_BYTES} bytes are sent.")
         return Zeros(query.bytes)
 
     async def probe_up(self, request: Request) -> Response:
@@ -359,12 +361,7 @@ def checked_layout(entries: m.Entries) -> Layout:
     try:
         return Layout.from_json(entries)
     except ValueError as error:
-        raise Refused(Code.MALFORMED, f"The layout is malformed: {error}") from None
-
-
-def printable(text: str) -> str:
-    """A text without control characters, because it is shown in terminals and written to files."""
-    return "".join(c if c.isprintable() else " " for c in text).strip()
+        raise Refused(RefusalCode.MALFORMED, f"The layout is malformed: {error}") from None
 
 
 def _address(request: Request) -> str:

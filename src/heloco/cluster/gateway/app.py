@@ -15,7 +15,7 @@ from heloco.cluster.gateway.admission import Admit
 from heloco.cluster.gateway.answers import refusal
 from heloco.cluster.gateway.api import Api
 from heloco.cluster.gateway.auth import PAGE, Auth
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.process import RunHost
 
 
@@ -26,7 +26,7 @@ def app(host: RunHost, page: Any = None) -> Starlette:
 
     async def no_such(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        code = Code.METHOD if status == 405 else Code.PATH
+        code = RefusalCode.METHOD if status == 405 else RefusalCode.PATH
         return refusal(request, Refused(code, f"There is no {request.method} of this path here."))
 
     @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from heloco.cluster.gateway.auth import Receive, Scope, Send, header
 from heloco.cluster.gateway.calls import Calls
 from heloco.cluster.protocol.messages import decode
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.transfers import Upload
 
 T = TypeVar("T")
@@ -37,9 +37,9 @@ def length_of(request: Request, limit: int) -> int:
     """The body's length from its header. Raises `Refused` if it is missing or above the limit, before a byte is read."""
     length = header(request.scope, b"content-length")
     if header(request.scope, b"transfer-encoding") or (not length.isdigit() and request.method in ("POST", "PUT")):
-        raise Refused(Code.LENGTH, "the request must state the length of its body (Content-Length).")
+        raise Refused(RefusalCode.LENGTH, "the request must state the length of its body (Content-Length).")
     if len(length) > 16 or int(length or 0) > limit:
-        raise Refused(Code.TOO_LONG, f"the body is longer than the {limit} bytes that are expected here.")
+        raise Refused(RefusalCode.TOO_LONG, f"the body is longer than the {limit} bytes that are expected here.")
     return int(length or 0)
 
 
@@ -56,7 +56,9 @@ async def chunks(request: Request, pausing: Callable[[], Awaitable[None]] | None
                 async with asyncio.timeout(SILENCE_S):
                     event = await request.receive()
             except TimeoutError:
-                raise Refused(Code.TIMEOUT, f"nothing came for {SILENCE_S:g} s: send the rest over a new connection.") from None
+                raise Refused(
+                    RefusalCode.TIMEOUT, f"nothing came for {SILENCE_S:g} s: send the rest over a new connection."
+                ) from None
         if event["type"] == "http.disconnect":
             raise ClientDisconnect
         if event.get("body"):
@@ -82,7 +84,7 @@ async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int,
     """Writes a body to the upload while more of it arrives, also the bytes before an interruption. Returns the upload's size."""
     remaining = incoming.layout.size - offset
     if remaining < 0:
-        raise Refused(Code.OFFSET, f"{incoming.size} bytes have arrived: continue from there.", size=incoming.size)
+        raise Refused(RefusalCode.OFFSET, f"{incoming.size} bytes have arrived: continue from there.", size=incoming.size)
     length_of(request, remaining)
     turn = await calls.call_on_file(incoming.begin, offset)
     pending: list[bytes] = []
@@ -108,7 +110,7 @@ async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int,
                 await write_pending()
     except ClientDisconnect:
         await write_pending()
-        raise Refused(Code.CUT, "the connection was interrupted: send the rest.") from None
+        raise Refused(RefusalCode.CUT, "the connection was interrupted: send the rest.") from None
     else:
         await write_pending()
     finally:
@@ -124,9 +126,9 @@ def begin_of(request: Request, size: int) -> int:
         return 0
     match = _RANGE.fullmatch(range_header)
     if match is None:
-        raise Refused(Code.MALFORMED, "Only ranges of the form bytes=N- are served.")
+        raise Refused(RefusalCode.MALFORMED, "Only ranges of the form bytes=N- are served.")
     if int(match[1]) > size:
-        raise Refused(Code.OFFSET, f"there are only {size} bytes.", size=size)
+        raise Refused(RefusalCode.OFFSET, f"there are only {size} bytes.", size=size)
     return int(match[1])
 
 
@@ -149,7 +151,7 @@ class FileBody:
         except BaseException as error:
             calls.end_download()
             if isinstance(error, FileNotFoundError):
-                raise Refused(Code.NOT_HELD, "the start file of this round is gone: take a fresh round.") from None
+                raise Refused(RefusalCode.NOT_HELD, "the start file of this round is gone: take a fresh round.") from None
             raise
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:

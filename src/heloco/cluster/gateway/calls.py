@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.service import Service
 from heloco.errors import UserError
 
@@ -59,7 +59,7 @@ class Calls:
 
         def call() -> T:
             if not self.service.state.lock.acquire(timeout=max(0.0, until - time.monotonic())):
-                raise Refused(Code.BUSY, "The synchronizer is busy: ask again.")
+                raise Refused(RefusalCode.BUSY, "The synchronizer is busy: ask again.")
             try:
                 return function(*arguments, **options)
             finally:
@@ -78,7 +78,7 @@ class Calls:
     def begin_download(self) -> None:
         """Counts a download. Raises `Refused` if there are too many. `end_download` must follow."""
         if self.downloads >= self.service.state.roster.seats + SPARE_DOWNLOADS:
-            raise Refused(Code.BUSY, "Too many files are going out at the moment: ask again.")
+            raise Refused(RefusalCode.BUSY, "Too many files are going out at the moment: ask again.")
         self.downloads += 1
 
     def end_download(self) -> None:

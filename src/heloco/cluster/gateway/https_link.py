@@ -1,10 +1,9 @@
 """A link to a run over HTTPS, with outbound connections only: one for tensors and requests, and one for beats."""
 
-import json
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
@@ -18,10 +17,10 @@ from heloco.cluster.gateway.pinned import clean_address, link_error, make_client
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import Refusal, RefusalCode, Refused, as_error
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import UserError
-from heloco.wire.layout import Layout, pieces, view
+from heloco.wire.layout import Layout, pieces_after, view
 
 if TYPE_CHECKING:
     import httpx
@@ -32,7 +31,7 @@ TIMEOUT_S = 20.0
 PIECE = 1 << 16
 """Bytes that are sent at once. Each piece must get through within the timeout, also on a slow line."""
 ANSWER_LIMIT_BYTES = 1 << 24
-NO_ANSWER = {Code.INTERNAL, Code.HTTP, Code.TIMEOUT, Code.CUT}
+NO_ANSWER = {RefusalCode.INTERNAL, RefusalCode.HTTP, RefusalCode.TIMEOUT, RefusalCode.CUT}
 """Refusals that are about the connection or the gateway, and not about the request."""
 
 
@@ -103,13 +102,12 @@ class HttpsLink:
         try:
             if response.is_success:
                 return decode(content, type=kind)
-            body = json.loads(content)
-            code, text, size = Code(body["code"]), str(body["text"]), body.get("size")
-        except (MsgspecError, ValueError, KeyError, TypeError):
+            refusal = decode(content, type=Refusal)
+        except (MsgspecError, ValueError):
             raise LinkDown(f"{self.address} gave an answer that cannot be read here ({response.status_code}).") from None
-        if code in NO_ANSWER:
-            raise LinkDown(f"{self.address} did not get the request, or could not answer it ({text}).")
-        raise Refused(code, text, size=size)
+        if refusal.code in NO_ANSWER:
+            raise LinkDown(f"{self.address} did not get the request, or could not answer it ({refusal.text}).")
+        raise as_error(refusal)
 
     def _content(self, response: "httpx.Response") -> bytes:
         content = bytearray()
@@ -141,7 +139,9 @@ class HttpsLink:
 
     def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> m.Joined:
         entries = layout.entries if layout else None
-        request = m.JoinRequest(name=_printable(name, 100) or "machine", version=heloco.__version__, layout=entries)
+        request = m.JoinRequest(
+            name=m.printable(name, m.SHORT_TEXT_LIMIT) or "machine", version=heloco.__version__, layout=entries
+        )
         joined = self._post("join", request, m.Joined, headers=self._ticket_headers(returning) if returning else {})
         self._run = joined.run
         return joined
@@ -157,10 +157,10 @@ class HttpsLink:
             raise LinkDown(str(error)) from error
 
     def abandon(self, ticket: Ticket, text: str) -> None:
-        self._post("abandon", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
+        self._post("abandon", m.Reason(text=m.printable(text)), headers=self._ticket_headers(ticket))
 
     def leave(self, ticket: Ticket, text: str) -> None:
-        self._post("leave", m.Reason(text=_printable(text, 500)), headers=self._ticket_headers(ticket))
+        self._post("leave", m.Reason(text=m.printable(text)), headers=self._ticket_headers(ticket))
 
     def close(self) -> None:
         """Closes the connections. The next request would open new ones."""
@@ -186,22 +186,22 @@ class HttpsLink:
             raise link_error(self.address, error) from error
 
     def stop(self, text: str) -> None:
-        self._post_long("stop", m.Reason(text=_printable(text, 500)))
+        self._post_long("stop", m.Reason(text=m.printable(text)))
 
     def pause(self, text: str) -> None:
-        self._post("pause", m.Reason(text=_printable(text, 500)))
+        self._post("pause", m.Reason(text=m.printable(text)))
 
     def unpause(self) -> None:
         self._ask("POST", "unpause", m.Done)
 
     def evict(self, machine: str, text: str) -> None:
-        self._post("evict", m.MachineId(machine=machine, text=_printable(text, 500)))
+        self._post("evict", m.MachineId(machine=machine, text=m.printable(text)))
 
     def tokens(self) -> m.TokenList:
         return self._ask("GET", "tokens", m.TokenList)
 
     def new_token(self, right: Right, note: str) -> m.TokenInfo:
-        return self._post("tokens", m.TokenRequest(right=right, note=_printable(note, 500)), m.TokenInfo)
+        return self._post("tokens", m.TokenRequest(right=right, note=m.printable(note)), m.TokenInfo)
 
     def revoke_token(self, token_id: str) -> None:
         self._post("tokens/revoke", m.TokenId(id=token_id))
@@ -228,7 +228,7 @@ class HttpsLink:
 
     def _view_checked(self, layout: Layout, buffer: bytearray) -> dict[str, Tensor]:
         if buffer[: len(layout.header)] != layout.header:
-            raise Refused(Code.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
+            raise Refused(RefusalCode.LAYOUT, "What arrived is not of this run's model: names, shapes or dtypes differ.")
         return view(layout, buffer)
 
     def _download(self, path: str, key: RoundKey | int | None, query: dict[str, Any], ticket: Ticket, size: int) -> bytearray:
@@ -274,7 +274,7 @@ class HttpsLink:
         """The offset of the answer's first byte. The stated length must be exactly what is missing."""
         begin = bytes_received if response.status_code == 206 else 0
         if response.headers.get("content-length") != str(size - begin):
-            raise Refused(Code.LAYOUT, f"The start of the round does not have {size} bytes: it is of another model.")
+            raise Refused(RefusalCode.LAYOUT, f"The start of the round does not have {size} bytes: it is of another model.")
         return begin
 
     # ---- tensors, up
@@ -312,7 +312,8 @@ class HttpsLink:
         if offset == layout.size:
             return digest_of(layout, tensors)
         digest = xxhash.xxh3_128()
-        content = _pieces_after(offset, layout, tensors, digest)
+        parts = pieces_after(offset, layout, tensors, digest)
+        content = (part[at : at + PIECE] for part in parts for at in range(0, len(part), PIECE))
         headers = {"content-length": str(layout.size - offset), **ticket_headers}
         self._ask("PUT", path, m.UploadState, params=query | {"offset": offset}, content=content, headers=headers)
         return digest.hexdigest()
@@ -348,16 +349,3 @@ class HttpsLink:
 
 class _NotYet(Exception):
     """The call is still under way: repeat the request."""
-
-
-def _pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], digest: Any) -> Iterator[memoryview]:
-    at = 0
-    for piece in pieces(layout, tensors):
-        digest.update(piece)
-        for first in range(max(0, min(len(piece), offset - at)), len(piece), PIECE):
-            yield piece[first : first + PIECE]
-        at += len(piece)
-
-
-def _printable(text: str, limit: int) -> str:
-    return "".join(c if c.isprintable() else " " for c in text)[:limit]

@@ -1,6 +1,5 @@
 """Certificate pinning: a client trusts exactly the certificate whose fingerprint is in the token."""
 
-import ipaddress
 import ssl
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -8,6 +7,7 @@ from urllib.parse import urlsplit
 from heloco.cluster.gateway.credentials import fingerprint_of
 from heloco.cluster.protocol.link import LinkDown
 from heloco.errors import UserError
+from heloco.hosts import is_loopback
 
 if TYPE_CHECKING:
     import httpx
@@ -31,14 +31,6 @@ def clean_address(address: str) -> str:
     return f"https://{parts.netloc.rpartition('@')[2].removesuffix(port)}{port}"
 
 
-def is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def make_client(
     address: str, context: ssl.SSLContext, timeout_s: float, connections: int, headers: dict[str, str]
 ) -> "httpx.Client":
@@ -47,9 +39,10 @@ def make_client(
     It follows no redirects, so that the token goes to the given address and nowhere else."""
     import httpx
 
+    is_local = is_loopback(urlsplit(address).hostname or "")
     return httpx.Client(
         base_url=f"{address}/v1/", verify=context, headers={"accept-encoding": "identity", **headers},
-        timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=not is_loopback(address),
+        timeout=httpx.Timeout(timeout_s, connect=min(10.0, timeout_s)), trust_env=not is_local,
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=30),
         follow_redirects=False,
     )  # fmt: skip

@@ -11,16 +11,18 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from heloco.cluster.protocol.refusals import Code, Refused
-from heloco.records.events import PauseKind
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.records.events import EndKind, PauseKind
+from heloco.verdicts import ArrivalCode, Verdict
 
 T = TypeVar("T")
 _DIGITS = re.compile(r"[0-9]{1,16}")
 NATURAL_LIMIT = 1 << 53
 """A larger whole number is not exact in JSON."""
 Natural: TypeAlias = Annotated[int, Meta(ge=0, le=NATURAL_LIMIT)]
-ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=100)]
-Text: TypeAlias = Annotated[str, Meta(max_length=500)]
+SHORT_TEXT_LIMIT, TEXT_LIMIT = 100, 500
+ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=SHORT_TEXT_LIMIT)]
+Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]
 Digest: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
 Dimension: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Entries: TypeAlias = tuple[
@@ -48,9 +50,6 @@ class Ticket(Message, frozen=True, kw_only=True):
     """The machine's id. Everybody who may look at the run can see it."""
     secret: str
     """Known to this machine alone; the run keeps only its hash."""
-
-
-EndKind = Literal["finished", "stopped", "gave-up", "failed"]
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -233,11 +232,14 @@ class Acknowledgement(Message, frozen=True, kw_only=True):
     worker: int
     round: int
     version: int
-    verdict: str
+    verdict: Verdict
+    code: ArrivalCode
+    """Why the contribution was not applied unchanged; empty if it was."""
+    reason: str
+    """The code as a sentence, for people."""
     arrival: int
     outer_step: int
     staleness: int
-    reason: str
 
 
 # ---- looking at a run, and controlling it
@@ -332,7 +334,7 @@ def decode(content: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(content, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise Refused(Code.MALFORMED, f"The message is malformed: {error}.") from None
+        raise Refused(RefusalCode.MALFORMED, f"The message is malformed: {error}.") from None
 
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
@@ -341,7 +343,12 @@ def convert(values: Mapping[str, str], kind: type[T]) -> T:
     try:
         return msgspec.convert(parsed, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
-        raise Refused(Code.MALFORMED, f"The query is malformed: {error}.") from None
+        raise Refused(RefusalCode.MALFORMED, f"The query is malformed: {error}.") from None
+
+
+def printable(text: str, limit: int = TEXT_LIMIT) -> str:
+    """The text without control characters, because it is shown in terminals and written to files, and not too long to send."""
+    return "".join(c if c.isprintable() else " " for c in text)[:limit].strip()
 
 
 def to_plain(message: Any) -> Any:

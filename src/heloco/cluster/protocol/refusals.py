@@ -2,8 +2,12 @@
 
 from enum import StrEnum
 
+from msgspec import Struct
 
-class Code(StrEnum):
+from heloco.records.events import EndKind
+
+
+class RefusalCode(StrEnum):
     MALFORMED = "malformed"
     """The message is not one of the protocol's."""
     PATH = "path"
@@ -49,24 +53,49 @@ class Code(StrEnum):
     """A run without a valid admin token could not be managed any more."""
 
 
-RETRIED_LATER = frozenset({Code.BUSY, Code.DISK, Code.RATE, Code.AWAY})
+RETRIED_LATER = frozenset({RefusalCode.BUSY, RefusalCode.DISK, RefusalCode.RATE, RefusalCode.AWAY})
 """Refusals after which the same request may succeed by itself."""
-RESUMED = frozenset({Code.OFFSET, Code.INCOMPLETE, Code.CORRUPTED})
+RESUMED = frozenset({RefusalCode.OFFSET, RefusalCode.INCOMPLETE, RefusalCode.CORRUPTED})
 """Refusals after which a transfer continues from the bytes that have arrived."""
+
+
+class Refusal(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A refusal as it travels to the machine or the person that asked."""
+
+    code: RefusalCode
+    text: str
+    size: int | None = None
+    """Bytes of the transfer that have arrived, if the offset was wrong."""
+    end: EndKind | None = None
+    """How the run ended, with the code ENDED."""
+
+    def __post_init__(self) -> None:
+        if (self.code is RefusalCode.ENDED) != (self.end is not None):
+            raise ValueError("the code ENDED, and no other, comes with how the run ended")
 
 
 class Refused(Exception):
     """A request that was refused."""
 
-    def __init__(self, code: Code, text: str, *, size: int | None = None) -> None:
+    def __init__(self, code: RefusalCode, text: str, *, size: int | None = None, end: EndKind | None = None) -> None:
         super().__init__(text)
-        self.code, self.text = code, text
-        self.size = size
-        """Bytes of the transfer that have arrived, if the offset was wrong."""
+        self.refusal = Refusal(code=code, text=text, size=size, end=end)
+
+    @property
+    def code(self) -> RefusalCode:
+        return self.refusal.code
+
+    @property
+    def text(self) -> str:
+        return self.refusal.text
+
+    @property
+    def size(self) -> int | None:
+        return self.refusal.size
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _make_refusal, (self.code, self.text, self.size)
+        return as_error, (self.refusal,)
 
 
-def _make_refusal(code: Code, text: str, size: int | None) -> Refused:
-    return Refused(code, text, size=size)
+def as_error(refusal: Refusal) -> Refused:
+    return Refused(refusal.code, refusal.text, size=refusal.size, end=refusal.end)

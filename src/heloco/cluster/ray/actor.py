@@ -26,7 +26,7 @@ from heloco.cluster.protocol.messages import (
     RunInfo,
     Ticket,
 )
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, require_ray
 from heloco.cluster.server.local_link import wait_for_round
 from heloco.cluster.server.process import RunHost, ServeSpec
@@ -40,7 +40,7 @@ from heloco.wire.layout import PIECE_BYTES, Layout
 NAME = "heloco-synchronizer"
 OK, REFUSED, DOWN, FAILED = "ok", "refused", "down", "failed"
 Reply = tuple[Any, ...]
-"""(OK, answer), (REFUSED, code, text, size), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
+"""(OK, answer), (REFUSED, refusal), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
 UPLOAD_LIMIT, DOWNLOAD_LIMIT = 2, 2
 """How many contributions are received and how many starts are sent at the same time. This bounds the memory."""
 WAITING_LIMIT = 64
@@ -53,8 +53,9 @@ GROUP_OF = {
 CALLS = {
     "abandon": "service.rounds.abandon", "send_scores": "service.evaluation.take_in",
     "leave": "service.members.leave", "read": "service.admin.read",
-    "stop": "service.admin.stop", "pause": "service.pauses.order", "evict": "service.members.evict", "tokens": "list_tokens",
-    "new_token": "new_token", "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
+    "stop": "service.admin.stop", "pause": "service.pauses.pause", "unpause": "service.pauses.unpause",
+    "evict": "service.members.evict", "tokens": "list_tokens", "new_token": "new_token",
+    "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip
 """Request -> the method of the `RunHost` that answers it."""
 STEP_S = 1.0
@@ -75,7 +76,7 @@ def reply_to(ask: Callable[[], Any]) -> Reply:
     try:
         return (OK, ask())
     except Refused as refused:
-        return (REFUSED, refused.code.value, refused.text, refused.size)
+        return (REFUSED, refused.refusal)
     except (UserError, RunStopped) as error:
         return (FAILED, str(error))
     except Late as error:
@@ -259,7 +260,7 @@ def _put(path: Path) -> list[Any]:
             forget_array(ray.get(references[-1]))
         return references
     except FileNotFoundError:
-        raise Refused(Code.NOT_HELD, "This round was given up: take a fresh one.") from None
+        raise Refused(RefusalCode.NOT_HELD, "This round was given up: take a fresh one.") from None
 
 
 def forget_array(mapped: npt.NDArray[np.uint8]) -> None:

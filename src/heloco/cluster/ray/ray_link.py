@@ -19,7 +19,7 @@ import heloco
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import Refused, as_error
 from heloco.cluster.ray.actor import DOWN, FAILED, NAME, PIECE, REFUSED, tensor_deadline_s
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, Tls, check_versions, require_ray, start_ray
 from heloco.errors import RunStopped, UserError
@@ -181,10 +181,10 @@ class RayLink:
         self._ask("ask", "stop", text)
 
     def pause(self, text: str) -> None:
-        self._ask("ask", "pause", text or "somebody paused it")
+        self._ask("ask", "pause", text)
 
     def unpause(self) -> None:
-        self._ask("ask", "pause", "")
+        self._ask("ask", "unpause")
 
     def evict(self, machine: str, text: str) -> None:
         self._ask("ask", "evict", machine, text)
@@ -306,7 +306,7 @@ def _first_line(error: BaseException) -> str:
 
 def _read(reply: tuple[Any, ...]) -> Any:
     if reply[0] == REFUSED:
-        raise Refused(Code(reply[1]), reply[2], size=reply[3])
+        raise as_error(reply[1])
     if reply[0] == DOWN:
         raise LinkDown(reply[1])
     if reply[0] == FAILED:

@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import structs
 
 from heloco.cluster.protocol.link import LinkDown
-from heloco.cluster.protocol.messages import Ended, EndKind, Paused, Right, Status
+from heloco.cluster.protocol.messages import Ended, Paused, Right, Status
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.ray.actor import NAME, OK, make_actor
 from heloco.cluster.ray.probe import split
@@ -25,6 +25,7 @@ from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.ray.workers import WorkerHandle, WorkerStatus, start_worker
 from heloco.cluster.server.process import ServeSpec
 from heloco.errors import RunStopped, UserError
+from heloco.records.events import EndKind
 
 LOOK_S = 0.5
 NAME_FREE_S, ENDING_S = 20.0, 2.0
@@ -77,7 +78,7 @@ class RaySupervisor:
         self._last_status: Status | None = None
         """The last status of the service."""
         self._end: Ended | None = None
-        self._trouble = ""
+        self._trouble: str | None = None
         self._has_ended = threading.Event()
         self._closing = threading.Event()
         self._lock = threading.RLock()
@@ -325,16 +326,15 @@ class RaySupervisor:
             self._last_status = status = self.link.status()
         except (LinkDown, Refused, RunStopped):
             assert self._last_status is not None
-            status = structs.replace(
-                self._last_status, paused=Paused(kind="admin", text="the synchronizer is being started again")
-            )
+            status = while_restarting(self._last_status)
         return structs.replace(status, ended=self._end or status.ended)
 
     def token(self, right: Right) -> str:
         """A valid token of the gateway, in the form that is pasted; empty if there is no gateway."""
         return self.link.token(right)
 
-    def trouble(self) -> str:
+    def trouble(self) -> str | None:
+        """Why the local workers cannot go on; None if they can."""
         return self._trouble
 
     def wait(self, timeout_s: float | None = None) -> Ended:
@@ -392,3 +392,8 @@ class RaySupervisor:
                 self._ray.get(actor.close.remote(), timeout=CLOSE_S)
         for handle in [*(worker.handle for worker in self._workers), *([actor] if actor is not None else [])]:
             self._kill(handle)
+
+
+def while_restarting(status: Status) -> Status:
+    """The last status, while the synchronizer is down."""
+    return structs.replace(status, paused=Paused(kind="restarting", text="the synchronizer is being started again"))

@@ -31,8 +31,8 @@ class WorkerStatus:
     """Contributions that were acknowledged."""
     lines: list[str]
     """The last it had to tell."""
-    ended: str = ""
-    """How it ended, as a sentence; empty while it works."""
+    ended: str | None = None
+    """How it ended, as a sentence; None while it works."""
     has_failed: bool = False
 
 
@@ -40,7 +40,7 @@ class WorkerActor:
     def __init__(self, name: str, synchronizer: str, threads: int, data: str | None = None) -> None:
         self._name, self._synchronizer, self._threads, self._data = name, synchronizer, threads, data
         self._worker: Worker | None = None
-        self._stop = ""
+        self._stop: str | None = None
         self._lines: deque[str] = deque(maxlen=LINE_LIMIT)
 
     def run(self) -> WorkerStatus:
@@ -65,7 +65,7 @@ class WorkerActor:
             try:
                 return link.describe()
             except LinkDown as error:
-                if self._stop or time.monotonic() - began > PREPARE_LIMIT_S:
+                if self._stop is not None or time.monotonic() - began > PREPARE_LIMIT_S:
                     raise RunStopped(str(error)) from error
             time.sleep(pause_s)
             pause_s = min(PAUSE_LIMIT_S, pause_s * 2)

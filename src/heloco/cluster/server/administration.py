@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import MachineStatus, Status
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
@@ -66,7 +66,7 @@ class Administration:
     def read(self, name: str, offset: int) -> bytes:
         """The next part of one of the readable files, from byte `offset` on. The journal counts as one long file."""
         if name not in READABLE or not 0 <= offset < 1 << 62:
-            raise Refused(Code.PATH, f"{name!r} at {offset} is none of {', '.join(READABLE)}.")
+            raise Refused(RefusalCode.PATH, f"{name!r} at {offset} is none of {', '.join(READABLE)}.")
         path = self.state.folder / name
         if name == journal.FOLDER:
             path, offset = _segment_at(path, offset)
@@ -78,7 +78,7 @@ class Administration:
 
     def stop(self, text: str) -> None:
         """Saves the run and ends it for now. `heloco serve` can continue it later."""
-        state = self.state
+        state, text = self.state, text or "stopped"
         with state.changed:
             if state.ended is None:
                 if state.run is not None:

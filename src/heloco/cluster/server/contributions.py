@@ -6,7 +6,7 @@ import errno
 import shutil
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket, UploadState
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.membership import Membership
 from heloco.cluster.server.pauses import ROOM_FOR_LINES
@@ -59,7 +59,7 @@ class Contributions:
         try:
             if upload is None or not upload.is_complete:
                 size = upload.size if upload else 0
-                raise Refused(Code.INCOMPLETE, f"{size} bytes have arrived: send the rest.", size=size)
+                raise Refused(RefusalCode.INCOMPLETE, f"{size} bytes have arrived: send the rest.", size=size)
             return self._take_in(ticket, key, digest, report, upload)
         finally:
             machine.commits_under_way -= 1
@@ -73,13 +73,13 @@ class Contributions:
                 except OSError as error:
                     raise refuse_for_disk(error, upload.path) from error
                 except ValueError:  # the file is closed if the machine was evicted in the meantime
-                    raise Refused(Code.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
+                    raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
                 if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), drop_mapped_pages)):
                     self._refuse(ticket, key)
                 del tensors
                 return self._apply(ticket, key, report, upload)
         upload.restart()
-        raise Refused(Code.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
+        raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
 
     def _apply(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
         state = self.state
@@ -119,7 +119,7 @@ class Contributions:
             machine.refused += 1
             self.rounds.give_up(machine, "not-finite", NOT_FINITE)
             self._turn_away_if_hopeless(machine)
-        raise Refused(Code.NOT_FINITE, f"The contribution was refused: {NOT_FINITE}. Take a fresh round.")
+        raise Refused(RefusalCode.NOT_FINITE, f"The contribution was refused: {NOT_FINITE}. Take a fresh round.")
 
     def _turn_away_if_hopeless(self, machine: Machine) -> None:
         if machine.refused >= self.state.config.run.max_refusals:

@@ -40,7 +40,7 @@ class Housekeeping:
             self._ticked_s = now_s
             if passed_s > STANDSTILL_S:
                 state.roster.forgive(passed_s)
-            elif self.pauses.space_problem():  # machines that wait for room on the disk are not lost
+            elif self.pauses.space_problem() is not None:  # machines that wait for room on the disk are not lost
                 state.roster.forgive_waiting(now_s, passed_s)
             with contextlib.suppress(Refused):  # the disk is full: the next tick tries again
                 self._part_with_the_lost(now_s)

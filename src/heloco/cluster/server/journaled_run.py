@@ -4,7 +4,6 @@ In a live run an event is written and then followed. After a restart and in a re
 are followed again and give the same parameters to the bit. There is no network and no clock here:
 the caller passes times in, and they are part of the events."""
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,6 +28,7 @@ from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, contribution_path
+from heloco.records.json_numbers import finite_or_none
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
@@ -142,8 +142,8 @@ class JournaledRun:
         3. When both are durable, it is acknowledged. Only then is the acknowledgement kept for repeated commits."""
         event = Receive(
             time_s=time_s, worker=key.worker, round=key.round, version=key.version, machine=machine,
-            bytes=upload.layout.size, digest=upload.digest(), loss=_finite(report.loss), last_loss=_finite(report.last_loss),
-            samples=report.samples, units=report.units,
+            bytes=upload.layout.size, digest=upload.digest(), loss=finite_or_none(report.loss),
+            last_loss=finite_or_none(report.last_loss), samples=report.samples, units=report.units,
         )  # fmt: skip
         contribution = self._contribution(event, map_tensors(upload.fileno(), upload.layout))
         path = self.journal.take_in(upload.path)
@@ -186,7 +186,7 @@ class JournaledRun:
         elif isinstance(event, Join):
             self.book.note_join(event.machine, event.secret_hash, event.token, event.seat)
         elif isinstance(event, Part):
-            self.book.note_part(event.machine, event.text if event.kind in ("turned-away", "evicted") else "")
+            self.book.note_part(event.machine, event.kind, event.text)
         elif isinstance(event, Pause):
             self.paused = Paused(kind=event.kind, text=event.text)
         else:
@@ -342,11 +342,6 @@ class JournaledRun:
 
 def _acknowledgement(arrival: Arrival) -> Acknowledgement:
     return Acknowledgement(
-        worker=arrival.worker, round=arrival.round, version=arrival.version, verdict=arrival.verdict, arrival=arrival.arrival,
-        outer_step=arrival.outer_step, staleness=arrival.staleness, reason=arrival.reason,
+        worker=arrival.worker, round=arrival.round, version=arrival.version, verdict=arrival.verdict, code=arrival.code,
+        reason=arrival.reason, arrival=arrival.arrival, outer_step=arrival.outer_step, staleness=arrival.staleness,
     )  # fmt: skip
-
-
-def _finite(value: float | None) -> float | None:
-    """None for NaN and Inf, which JSON cannot hold."""
-    return value if value is not None and math.isfinite(value) else None

@@ -1,6 +1,6 @@
 """A link to a service in the same process."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from heloco.cluster.protocol.messages import (
     Wait,
 )
 from heloco.cluster.server.service import Service
-from heloco.wire.layout import Layout, pieces, view
+from heloco.wire.layout import Layout, pieces_after, view
 
 
 class LocalLink:
@@ -96,12 +96,3 @@ def wait_for_round(service: Service, ticket: Ticket, wait_s: float, evaluates: b
             if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
                 return answer
             state.changed.wait(min(left_s, 1.0))
-
-
-def pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of the file with these tensors, from `offset` on."""
-    at = 0
-    for piece in pieces(layout, tensors):
-        if at + len(piece) > offset:
-            yield piece[max(0, offset - at) :]
-        at += len(piece)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
+from heloco.records.events import BARRING, PartKind
+
 PACES_KEPT = 8
 MACHINE_LIMIT = 10_000
 """At most this many machines are remembered. The one that joined longest ago is forgotten first."""
@@ -24,7 +26,8 @@ class MachineRecord(Struct, frozen=True):
     paces_s: list[float]
     arrivals: int
     wasted: int
-    barred: str
+    is_barred: bool
+    barred_because: str
 
 
 @dataclass
@@ -40,8 +43,10 @@ class MachineEntry:
     """Contributions of this machine that were accepted."""
     wasted: int = 0
     """Rounds in a row that this machine wasted."""
-    barred: str = ""
-    """Why the machine may not take part any more; empty if it may."""
+    is_barred: bool = False
+    """Whether the machine may not take part any more."""
+    barred_because: str = ""
+    """The same as a sentence."""
 
     @property
     def pace_s(self) -> float | None:
@@ -83,32 +88,35 @@ class MachineBook:
         if entry := self._entries.get(machine):
             entry.wasted += 1
 
-    def note_part(self, machine: str, barred: str) -> None:
+    def note_part(self, machine: str, kind: PartKind, text: str) -> None:
+        """A machine left. If that bars it, the first reason stays."""
         if entry := self._entries.get(machine):
             entry.seat = None
-            entry.barred = entry.barred or barred
-
-    def reason_barred(self, machine: str) -> str:
-        """Why the machine may not take part; empty if it may."""
-        entry = self._entries.get(machine)
-        return entry.barred if entry else ""
+            if kind in BARRING and not entry.is_barred:
+                entry.is_barred, entry.barred_because = True, text
 
     def forget_surplus(self, needed: Iterable[str]) -> None:
         """Forgets the oldest machines above the limit, except those that are `needed` or barred."""
         surplus = len(self._entries) - MACHINE_LIMIT
         if surplus > 0:
             exempt = set(needed)
-            for machine in [m for m, entry in self._entries.items() if m not in exempt and not entry.barred][:surplus]:
+            for machine in [m for m, entry in self._entries.items() if m not in exempt and not entry.is_barred][:surplus]:
                 del self._entries[machine]
 
     def to_records(self) -> dict[str, MachineRecord]:
         return {
-            machine: MachineRecord(k.secret_hash, k.token, k.seat, list(k.paces_s), k.arrivals, k.wasted, k.barred)
-            for machine, k in self._entries.items()
-        }
+            machine: MachineRecord(
+                entry.secret_hash, entry.token, entry.seat, list(entry.paces_s), entry.arrivals, entry.wasted, entry.is_barred,
+                entry.barred_because,
+            )
+            for machine, entry in self._entries.items()
+        }  # fmt: skip
 
     def load(self, records: dict[str, MachineRecord]) -> None:
         self._entries = {
-            machine: MachineEntry(r.secret_hash, r.token, r.seat, deque(r.paces_s, PACES_KEPT), r.arrivals, r.wasted, r.barred)
-            for machine, r in records.items()
-        }
+            machine: MachineEntry(
+                record.secret_hash, record.token, record.seat, deque(record.paces_s, PACES_KEPT), record.arrivals, record.wasted,
+                record.is_barred, record.barred_because,
+            )
+            for machine, record in records.items()
+        }  # fmt: skip

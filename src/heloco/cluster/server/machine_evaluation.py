@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import EvaluationJob, EvaluationResult, Ticket, Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.evaluation_queue import EvaluationQueue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
@@ -44,7 +44,7 @@ class MachineEvaluation:
         path = queue.lent_model(machine.id, arrival) if queue is not None else None
         if path is None:
             raise Refused(
-                Code.NOT_HELD, f"The model of arrival {arrival} is not to be evaluated by {machine.name}: take a round."
+                RefusalCode.NOT_HELD, f"The model of arrival {arrival} is not to be evaluated by {machine.name}: take a round."
             )
         return path
 
@@ -56,7 +56,9 @@ class MachineEvaluation:
             for source, measures in result.scores.items()
         }
         if len({frozenset(measures) for measures in scores.values()}) != 1:
-            raise Refused(Code.MALFORMED, "Each source must have the same measures, and there must be at least one source.")
+            raise Refused(
+                RefusalCode.MALFORMED, "Each source must have the same measures, and there must be at least one source."
+            )
         if queue is not None:
             queue.take_in(machine.id, result.arrival, scores)
 

@@ -4,13 +4,14 @@ import secrets
 
 import heloco
 from heloco.cluster.protocol.messages import BeatAnswer, Joined, JoinRequest, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.machine_book import hash_secret
 from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records.events import AbandonKind, Join, Part, PartKind
+from heloco.records.machine_ids import make_id
 from heloco.wire.layout import Layout
 
 PRESENT_LIMIT = 4096
@@ -45,21 +46,23 @@ class Membership:
     def _check_fits(self, request: JoinRequest) -> None:
         if request.version.split(".")[:2] != heloco.__version__.split(".")[:2]:
             raise Refused(
-                Code.VERSION,
+                RefusalCode.VERSION,
                 f"This run has heloco {heloco.__version__}, and the machine has {request.version}: install the same version.",
             )
         starts = self.state.starts
         if starts is None and request.layout is None:
-            raise Refused(Code.NO_MODEL, "This run trains the model that its machines bring: join it from a training script.")
+            raise Refused(
+                RefusalCode.NO_MODEL, "This run trains the model that its machines bring: join it from a training script."
+            )
         if starts is None or request.layout is None:
             return
         if difference := starts.layout.difference(Layout(request.layout)):
-            raise Refused(Code.LAYOUT, f"This run trains another model: here, {difference}.")
+            raise Refused(RefusalCode.LAYOUT, f"This run trains another model: here, {difference}.")
 
     def _new_ticket(self, name: str) -> Ticket:
         if len(self.state.roster) >= PRESENT_LIMIT:
-            raise Refused(Code.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
-        return Ticket(machine=f"{clean_name(name)}#{secrets.token_hex(4)}", secret=secrets.token_urlsafe(24))
+            raise Refused(RefusalCode.BUSY, f"{PRESENT_LIMIT} machines are here already: wait until one leaves.")
+        return Ticket(machine=make_id(clean_name(name), secrets.token_hex(4)), secret=secrets.token_urlsafe(24))
 
     def _enter(self, ticket: Ticket, token: str) -> Machine:
         state = self.state
@@ -103,7 +106,7 @@ class Membership:
             self.rounds.give_up(machine, _ROUND_OF.get(kind, "given-back"), text)
         state.roster.leave(machine)
         if state.run is None:
-            state.book.note_part(machine.id, text if kind == "evicted" else "")
+            state.book.note_part(machine.id, kind, text)
         elif state.ended is None:
             with state.recording() as run:
                 run.note(Part(time_s=state.now_s, machine=machine.id, kind=kind, text=text))
@@ -117,9 +120,11 @@ class Membership:
             if present := state.roster.present.get(machine):
                 self.part_with(present, "evicted", text)
             elif state.book.get(machine) is None:
-                raise Refused(Code.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are.")
+                raise Refused(
+                    RefusalCode.NO_SUCH, f"There was never a machine {machine!r} here: `heloco status` lists those that are."
+                )
             elif state.run is None:
-                state.book.note_part(machine, text)
+                state.book.note_part(machine, "evicted", text)
             else:
                 with state.recording() as run:
                     run.note(Part(time_s=state.now_s, machine=machine, kind="evicted", text=text))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from heloco.cluster.protocol.messages import ModelCommit, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_disk
@@ -42,11 +42,11 @@ class ModelIntake:
             machine = state.machine(ticket).id
             state.check_open()
             if state.run is not None:
-                raise Refused(Code.HAS_MODEL, "The run has its model.")
+                raise Refused(RefusalCode.HAS_MODEL, "The run has its model.")
             self._check(layout)
             if self._upload is not None and (self._sender, self._upload.layout) != (machine, layout):
                 if self._sender != machine and self._sender in state.roster.present and not self._is_idle():
-                    raise Refused(Code.BUSY, "Another machine is sending the run its model.")
+                    raise Refused(RefusalCode.BUSY, "Another machine is sending the run its model.")
                 self.drop()
             if self._upload is None:
                 try:
@@ -68,16 +68,16 @@ class ModelIntake:
         """Refuses an unsuitable model before any byte of it is sent."""
         if not blocks.is_numbered(layout.names):
             raise Refused(
-                Code.LAYOUT, "A model's blocks are named parameter.0, …, buffer.0, …, and it has at least one parameter."
+                RefusalCode.LAYOUT, "A model's blocks are named parameter.0, …, buffer.0, …, and it has at least one parameter."
             )
         if untrainable := layout.untrainable():
-            raise Refused(Code.LAYOUT, untrainable)
+            raise Refused(RefusalCode.LAYOUT, untrainable)
         limit = self.state.config.cluster.model_limit_gb * 1e9
         limit = limit or FREE_SPACE_SHARE * shutil.disk_usage(self.state.folder).free
         if layout.size > limit:
             size_text, limit_text = (f"{bytes_ / 1e9:.3g} GB" for bytes_ in (layout.size, limit))
             remedy = "raise model_limit_gb, or free some space there"
-            raise Refused(Code.TOO_LARGE, f"The model has {size_text}, and this run takes at most {limit_text}: {remedy}.")
+            raise Refused(RefusalCode.TOO_LARGE, f"The model has {size_text}, and this run takes at most {limit_text}: {remedy}.")
 
     def commit(self, ticket: Ticket, commit: ModelCommit) -> None:
         """Starts the run from the model that this machine has sent."""
@@ -89,21 +89,25 @@ class ModelIntake:
             assert self._create_run is not None
             upload = self._upload if self._sender == machine else None
             if upload is None or not upload.is_complete:
-                raise Refused(Code.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0)
+                raise Refused(
+                    RefusalCode.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0
+                )
             if upload.digest() != commit.digest:
                 upload.restart()
-                raise Refused(Code.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
+                raise Refused(
+                    RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0
+                )
             tensors = map_tensors(upload.fileno(), upload.layout)
             if not all_finite(blocks.blocks_of(blocks.PARAMETER, tensors)):  # a buffer may be a mask of −∞
                 upload.restart()
-                raise Refused(Code.NOT_FINITE, "The model holds NaN or Inf.")
+                raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
             try:
                 run, starts = self._create_run(upload.layout, tensors, list(commit.names))
             except UserError as error:
-                raise Refused(Code.MODEL, str(error)) from error
+                raise Refused(RefusalCode.MODEL, str(error)) from error
             except RunStopped as error:
                 state.end("failed", str(error))
-                raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
+                raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {error}") from error
             self.drop()
             self._serve(run, starts)
 

@@ -26,17 +26,17 @@ class Attendance:
     """Machines that contributed to the last arrivals."""
     window: int
     """The number of these arrivals; 0 until the run has that many."""
-    space: str = ""
-    """A sentence about a lack of disk space; empty if there is enough."""
-    admin: str = ""
-    """The reason that an admin gave for pausing the run; empty if no admin paused it."""
+    space: Paused | None = None
+    """The pause for lack of disk space; None if there is enough."""
+    order: Paused | None = None
+    """The pause that an admin ordered; None if there is no order."""
 
 
 def reason_to_pause(now: Attendance, min_workers: int) -> Paused | None:
-    if now.admin:
-        return Paused(kind="admin", text=now.admin)
-    if now.space:
-        return Paused(kind="space", text=now.space)
+    if now.order is not None:
+        return now.order
+    if now.space is not None:
+        return now.space
     if now.machines_here < min_workers:
         return Paused(kind="machines", text=f"{now.machines_here} of at least {min_workers} machines are here")
     if now.window and now.participants < min_workers:
@@ -59,7 +59,8 @@ class Pauses:
         self.state = state
         self.since_s = 0.0
         """When the current pause began, or when the last one ended."""
-        self._admin = ""
+        self._order: Paused | None = None
+        """The pause that an admin ordered."""
         self._journaled: Paused | None = None
         """The pause as last recorded in the journal. On a full disk it is recorded later."""
         self._short_since_s: float | None = None
@@ -69,12 +70,19 @@ class Pauses:
         """Takes over the pause of a run that was resumed. A pause by an admin outlasts a restart."""
         paused = self.state.paused
         self.since_s, self._journaled = self.state.now_s, paused
-        self._admin = paused.text if paused is not None and paused.kind == "admin" else ""
+        self._order = paused if paused is not None and paused.kind == "admin" else None
 
-    def order(self, text: str) -> None:
-        """An admin pauses the run, or unpauses it with an empty text."""
+    def pause(self, text: str) -> None:
+        """An admin pauses the run."""
+        self._obey(Paused(kind="admin", text=text or "somebody paused it"))
+
+    def unpause(self) -> None:
+        """An admin takes the order to pause back."""
+        self._obey(None)
+
+    def _obey(self, order: Paused | None) -> None:
         with self.state.changed:
-            self._admin = text
+            self._order = order
             self.consider()
 
     def consider(self) -> None:
@@ -89,7 +97,7 @@ class Pauses:
             participants=len(state.run.participants()),
             window=len(contributors) if is_full else 0,
             space=self.space_problem(),
-            admin=self._admin,
+            order=self._order,
         )
         paused = reason_to_pause(now, state.config.cluster.min_workers)
         if (paused is None) != (state.paused is None):
@@ -107,19 +115,20 @@ class Pauses:
                 run.note(event)
             self._journaled = paused
 
-    def space_problem(self) -> str:
-        """A sentence if the disk has no room for another round, else empty. After `PRUNE_AFTER_S` it also prunes the journal."""
+    def space_problem(self) -> Paused | None:
+        """The pause if the disk has no room for another round. After `PRUNE_AFTER_S` it also prunes the journal."""
         state = self.state
         if state.run is None or state.starts is None:
-            return ""
+            return None
         if not state.run.lines.catch_up():
-            return f"{state.folder} has no room for the tape: free some space"
+            return Paused(kind="space", text=f"{state.folder} has no room for the tape: free some space")
         bytes_needed = state.starts.layout.size + state.run.contribution_layout.size + ROOM_FOR_LINES
         if (free := shutil.disk_usage(state.folder).free) >= bytes_needed:
             self._short_since_s = None
-            return ""
+            return None
         self._short_since_s = state.now_s if self._short_since_s is None else self._short_since_s
         if state.now_s - self._short_since_s > PRUNE_AFTER_S:
             self._short_since_s = state.now_s
             checkpoints.make_room(state.run, 0.0)
-        return f"{state.folder} has {free / 1e6:.1f} MB left, and a round needs {bytes_needed / 1e6:.1f}: free some space"
+        text = f"{state.folder} has {free / 1e6:.1f} MB left, and a round needs {bytes_needed / 1e6:.1f}: free some space"
+        return Paused(kind="space", text=text)

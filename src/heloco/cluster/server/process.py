@@ -235,13 +235,13 @@ class LocalWorkers:
             options: dict[str, Any] = {"env": environment, "stdout": log, "stderr": log, "start_new_session": True}
             return adopt_or_start(self.folder / f"{number}.pid", self._lifeline, command, **options)
 
-    def failure(self) -> str:
-        """The last line of the first worker that ended with an error; empty if none did."""
+    def failure(self) -> str | None:
+        """The last line of the first worker that ended with an error; None if none did."""
         for number, process in enumerate(self.processes):
             if process.poll() not in (None, 0):
                 lines = (self.folder / f"{number}.log").read_text(errors="replace").strip().splitlines()
                 return lines[-1] if lines else f"it ended with {process.returncode}"
-        return ""
+        return None
 
     def end(self, patience_s: float = 20.0) -> None:
         for process in self.processes:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from heloco.cluster.protocol.messages import RoundKey
+from heloco.records.machine_ids import name_of
 
 GAPS_KEPT = 8
 FIRST_STEP_BEATS = 30
@@ -56,11 +57,6 @@ class Machine:
     @property
     def name(self) -> str:
         return name_of(self.id)
-
-
-def name_of(machine: str) -> str:
-    """The name part of a machine's id."""
-    return machine.rpartition("#")[0]
 
 
 class Roster:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import Assignment, RoundAnswer, RoundKey, Ticket, Wait
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.pauses import holds_back
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.state import ServiceState
@@ -102,15 +102,15 @@ class RoundDispatcher:
         machine = state.machine(ticket)
         state.check_open()
         if state.run is None:
-            raise Refused(Code.NOT_HELD, "The run has no model yet.")
+            raise Refused(RefusalCode.NOT_HELD, "The run has no model yet.")
         if machine.round != key:
             at = state.run.synchronizer.outer_step
             if key.version > at:
-                raise Refused(Code.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
+                raise Refused(RefusalCode.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
             holds = "none" if machine.round is None else "round {1} of worker {0}, version {2}".format(*machine.round)
             requested = f"round {key.round} of worker {key.worker}, version {key.version}"
             raise Refused(
-                Code.NOT_HELD,
+                RefusalCode.NOT_HELD,
                 f"{machine.name} does not hold {requested} (it holds {holds}): the round was given up or given to another "
                 "machine. Take a fresh round.",
             )
@@ -123,7 +123,7 @@ class RoundDispatcher:
             assert self.state.starts is not None
             if not self.state.starts.has(key.version):
                 self.give_up(machine, "start-gone", "its start file is gone")
-                raise Refused(Code.NOT_HELD, "The start file of this round is gone: take a fresh round.")
+                raise Refused(RefusalCode.NOT_HELD, "The start file of this round is gone: take a fresh round.")
             return self.state.starts.path(key.version)
 
     def final(self, ticket: Ticket) -> Path:
@@ -132,7 +132,7 @@ class RoundDispatcher:
         with state.lock:
             state.machine(ticket)
             if state.run is None or state.starts is None or state.ended is None:
-                raise Refused(Code.NOT_HELD, "The run has not ended: its model is still being trained.")
+                raise Refused(RefusalCode.NOT_HELD, "The run has not ended: its model is still being trained.")
             return state.starts.write_final(state.run.final_model())
 
     def abandon(self, ticket: Ticket, text: str) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from heloco.cluster.protocol.messages import Ended, EndKind, Paused, Ticket
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.messages import Ended, Paused, Ticket
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server import checkpoints
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineBook
@@ -16,6 +16,7 @@ from heloco.cluster.server.roster import Machine, Roster
 from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_disk
 from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
+from heloco.records.events import EndKind
 from heloco.records.journal import JournalTaken
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.run.config import RunConfig
@@ -63,8 +64,8 @@ class ServiceState:
         if self.ended is None:
             return
         if self.ended.kind == "failed":
-            raise Refused(Code.AWAY, f"The synchronizer has stopped: {self.ended.text}")
-        raise Refused(Code.ENDED, f"The run has ended: {self.ended.text}")
+            raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {self.ended.text}")
+        raise Refused(RefusalCode.ENDED, f"The run has ended: {self.ended.text}", end=self.ended.kind)
 
     @contextmanager
     def recording(self) -> Iterator[JournaledRun]:
@@ -85,14 +86,14 @@ class ServiceState:
                 if error.errno in FULL + SCARCE:
                     raise refuse_for_disk(error, self.folder / JOURNAL) from error
                 self.end("failed", f"{self.folder} cannot be written ({error.strerror}).")
-                raise Refused(Code.AWAY, "The synchronizer has stopped: its disk failed.") from error
+                raise Refused(RefusalCode.AWAY, "The synchronizer has stopped: its disk failed.") from error
             except (UserError, RunStopped) as error:
                 try:
                     if isinstance(error, JournalTaken):  # memory alone still holds all that was acknowledged, and it is intact
                         checkpoints.save(self.run)
                 finally:
                     self.end("failed", str(error))
-                raise Refused(Code.AWAY, f"The synchronizer has stopped: {error}") from error
+                raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {error}") from error
             except BaseException as error:
                 self.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
                 raise
@@ -106,15 +107,16 @@ class ServiceState:
         self.check_not_barred(ticket.machine)
         machine = self.roster.present.get(ticket.machine)
         if machine is None:
-            raise Refused(Code.UNKNOWN_MACHINE, f"{ticket.machine!r} is not here, or was away for too long: join again.")
+            raise Refused(RefusalCode.UNKNOWN_MACHINE, f"{ticket.machine!r} is not here, or was away for too long: join again.")
         if not self.book.proves(ticket.machine, ticket.secret):
-            raise Refused(Code.SECRET, f"The secret is not the one that {ticket.machine} was given: join again.")
+            raise Refused(RefusalCode.SECRET, f"The secret is not the one that {ticket.machine} was given: join again.")
         self.roster.note_seen(machine, self.now_s)
         return machine
 
     def check_not_barred(self, machine: str) -> None:
-        if reason := self.book.reason_barred(machine):
-            raise Refused(Code.BARRED, f"{machine} may not take part any more: {reason}.")
+        entry = self.book.get(machine)
+        if entry is not None and entry.is_barred:
+            raise Refused(RefusalCode.BARRED, f"{machine} may not take part any more: {entry.barred_because}.")
 
     def note_transfer(self, machine: str) -> None:
         """Notes that bytes moved to or from a machine. Takes no lock."""

@@ -16,7 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from heloco.cluster.protocol.messages import Right, TokenInfo
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.tokens import RIGHTS, format_token
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
@@ -90,7 +90,7 @@ class TokenBook:
     def get(self, token_id: str) -> Token:
         token = next((token for token in self._tokens if token.id == token_id), None)
         if token is None:
-            raise Refused(Code.NO_SUCH, f"There is no token {token_id!r}: `heloco tokens` lists them.")
+            raise Refused(RefusalCode.NO_SUCH, f"There is no token {token_id!r}: `heloco tokens` lists them.")
         return token
 
     def valid(self, right: Right) -> list[Token]:
@@ -109,14 +109,16 @@ class TokenBook:
     def add(self, right: Right, note: str) -> Token:
         with self._lock:
             if len(self._tokens) >= TOKEN_LIMIT:
-                raise Refused(Code.BUSY, f"The run has {TOKEN_LIMIT} tokens already.")
+                raise Refused(RefusalCode.BUSY, f"The run has {TOKEN_LIMIT} tokens already.")
             return self._add(right, note)
 
     def revoke(self, token_id: str) -> Token:
         with self._lock:
             token = self.get(token_id)
             if token.right == "admin" and self.valid("admin") == [token]:
-                raise Refused(Code.LAST_ADMIN, f"{token_id} is the last valid admin token: make another first (--new admin).")
+                raise Refused(
+                    RefusalCode.LAST_ADMIN, f"{token_id} is the last valid admin token: make another first (--new admin)."
+                )
             self._write([replace(t, is_revoked=True) if t.id == token_id else t for t in self._tokens])
             return token
 

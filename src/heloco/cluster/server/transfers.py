@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from heloco.cluster.protocol.messages import RoundKey
-from heloco.cluster.protocol.refusals import Code, Refused
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.disk import FULL, SCARCE, file_digest, write_all
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, write
@@ -24,10 +24,11 @@ LARGE_PIECE = 1 << 20
 def refuse_for_disk(error: OSError, path: Path) -> Refused:
     """The refusal for an error of the disk: the request may be repeated later."""
     if error.errno in SCARCE:
-        return Refused(Code.BUSY, f"The synchronizer is short of resources at the moment ({error.strerror}): ask again.")
+        return Refused(RefusalCode.BUSY, f"The synchronizer is short of resources at the moment ({error.strerror}): ask again.")
     problem = "is full" if error.errno in FULL else f"cannot be written to ({error.strerror})"
     return Refused(
-        Code.DISK, f"The synchronizer's disk {problem}, at {path.parent}: free some space there; machines wait and try again."
+        RefusalCode.DISK,
+        f"The synchronizer's disk {problem}, at {path.parent}: free some space there; machines wait and try again.",
     )
 
 
@@ -47,9 +48,9 @@ class Upload:
         """A connection takes over the transfer, and an earlier one may no longer write. Returns the turn to write with."""
         with self._lock:
             if self._file.closed:
-                raise Refused(Code.NOT_HELD, "The round was given up in the meantime, or handed in: take a fresh one.")
+                raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime, or handed in: take a fresh one.")
             if offset != self.size:
-                raise Refused(Code.OFFSET, f"{self.size} bytes have arrived: continue from there.", size=self.size)
+                raise Refused(RefusalCode.OFFSET, f"{self.size} bytes have arrived: continue from there.", size=self.size)
             self.turn += 1
             return self.turn
 
@@ -57,10 +58,10 @@ class Upload:
         with self._lock:
             self._check_not_sealed()
             if turn != self.turn:
-                raise Refused(Code.OFFSET, "Another connection has taken this transfer over.", size=self.size)
+                raise Refused(RefusalCode.OFFSET, "Another connection has taken this transfer over.", size=self.size)
             if self.size + len(piece) > self.layout.size:
                 self._restart()
-                raise Refused(Code.TOO_LONG, f"The body is longer than the {self.layout.size} bytes of the model's file.")
+                raise Refused(RefusalCode.TOO_LONG, f"The body is longer than the {self.layout.size} bytes of the model's file.")
             self._check_header(piece)
             digest = self._digest.copy()
             try:
@@ -76,7 +77,7 @@ class Upload:
         expected = self.layout.header[self.size : self.size + len(piece)]
         if bytes(piece[: len(expected)]) != expected:
             self._restart()
-            raise Refused(Code.LAYOUT, "The tensors are not of this run's model: names, shapes or dtypes differ.")
+            raise Refused(RefusalCode.LAYOUT, "The tensors are not of this run's model: names, shapes or dtypes differ.")
 
     @property
     def is_complete(self) -> bool:
@@ -100,7 +101,7 @@ class Upload:
 
     def _check_not_sealed(self) -> None:
         if self._is_sealed:
-            raise Refused(Code.BUSY, "This contribution is being taken in: ask again.")
+            raise Refused(RefusalCode.BUSY, "This contribution is being taken in: ask again.")
 
     @contextmanager
     def sealed(self) -> Iterator[None]:
