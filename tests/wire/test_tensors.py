@@ -1,6 +1,7 @@
 """Tensors as files: what safetensors itself reads, believed only to the byte."""
 
 import io
+import json
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
 @given(described=NAMED)
 def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_factory):
     layout = Layout.from_tensors(made(described))
-    assert Layout.from_json(layout.as_json()) == layout
+    assert Layout.from_json(json.loads(json.dumps(layout.entries))) == layout
     path = tmp_path_factory.mktemp("layout") / "file"
     with path.open("wb", buffering=0) as file:
         write(file, layout, made(described))

@@ -84,10 +84,6 @@ class Cluster:
         self._environment = _Environment()
         self._connected = False
 
-    @property
-    def started_here(self) -> bool:
-        return self.process is not None
-
     def has_ended(self) -> bool:
         """Whether one of Ray's processes has ended. The launcher then ends the others and itself."""
         return self.process is not None and self.process.poll() is not None
