@@ -32,7 +32,7 @@ FLOORS = [
     {"cli"},
 ]
 """From the top: a room may import from the floors above its own, and within itself."""
-FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places", "verdicts", "knobs", "registry"}
+FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places", "verdicts", "knobs", "registry", "uvicorn_internals"}
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
