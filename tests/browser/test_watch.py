@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from heloco.report.differences import with_changes
 from heloco.report.own_names import OwnNames, name_in, names_of_this_machine
 from heloco.report.run_reader import read_runs
 from support.browsers import silent_page
+from support.page_changes import with_changes
 from support.programs import Program, Programs
 from support.runs import TINY, heloco
 

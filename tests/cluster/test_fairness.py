@@ -8,12 +8,12 @@ import torch
 
 from heloco.cluster.protocol.messages import Assignment, Paused, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.policy.deadlines import RoundDeadline, reference_pace
 from heloco.records.events import Abandon
 from heloco.records.journal_reader import FOLDER, read_events
 from heloco.wire.layout import Layout
+from support.local_link import LocalLink
 from support.runs import tape
 from support.small_cluster import NAMES, Clock, Hand, config, delta, model, opened
 

@@ -78,7 +78,7 @@ class Malformed:
     def __init__(self, seed: int, machine: Machine, key: RoundKey) -> None:
         self.random = random.Random(seed)
         about = key._asdict()
-        layout = machine.layout.as_json()
+        layout = json.loads(json.dumps(machine.layout.entries))
         self.bodies: dict[str, dict[str, Any]] = {
             "/v1/join": {"name": "x", "version": "0.1.0", "layout": layout},
             "/v1/round": {"wait_s": 0},

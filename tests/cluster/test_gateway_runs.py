@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from heloco.cluster.server.local_link import LocalLink
 from support.gateways import SETTINGS, train
+from support.local_link import LocalLink
 from support.runs import evals, tape
 
 pytest.importorskip("httpx", reason="httpx is not installed")

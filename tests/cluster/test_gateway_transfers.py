@@ -270,7 +270,7 @@ def test_a_large_body_needs_little_memory_on_its_way_in_and_out(external):
     with external.raw(ticket=ticket) as client:
 
         def up() -> None:
-            assert client.post("/v1/model", json={"layout": layout.as_json()}).json()["size"] == 0
+            assert client.post("/v1/model", json={"layout": layout.entries}).json()["size"] == 0
             length = {"content-length": str(layout.size)}
             upload = client.put("/v1/model", params={"offset": 0}, content=body(), headers=length)
             assert upload.json()["size"] == layout.size

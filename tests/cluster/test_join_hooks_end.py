@@ -12,8 +12,8 @@ from torch import Tensor
 import heloco
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import RoundAnswer, RunInfo, Ticket
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.service import Service
+from support.local_link import LocalLink
 from support.own_loops import abandoned, adam, assert_same, batches, external_runs, net, outer, quiet, step, tape, values
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 import heloco
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import new_run
 from heloco.cluster.server.service import Service
 from heloco.task.images import ImagesTask
+from support.local_link import LocalLink
 from support.own_loops import (
     DEADLINE_S,
     Heard,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import heloco
 from heloco.cluster.protocol.messages import BeatAnswer, Ticket
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.service import Service
+from support.local_link import LocalLink
 from support.own_loops import (
     DEADLINE_S,
     Heard,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import heloco
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.service import Service
+from support.local_link import LocalLink
 from support.own_loops import (
     Heard,
     adam,

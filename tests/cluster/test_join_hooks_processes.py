@@ -26,7 +26,7 @@ RANKS = """
 import os, sys, pathlib, torch, torch.distributed as dist
 from torch import nn
 import heloco
-from heloco.cluster.server.local_link import LocalLink
+from support.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.run import RunConfig, resolve, with_fields
 

@@ -12,6 +12,7 @@ from support.repository import REPOSITORY
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
+import ray._common.utils as ray_utils  # noqa: E402
 import ray._private.auto_init_hook as auto_init_hook  # noqa: E402
 import ray._private.ray_constants as ray_constants  # noqa: E402
 import ray._private.ray_logging as ray_logging  # noqa: E402
@@ -53,9 +54,29 @@ def test_the_functions_are_there_and_take_these_arguments(monkeypatch):
     ray_internals.reread_settings()
 
 
+def test_ray_names_both_versions_in_its_error():
+    python = ".".join(map(str, sys.version_info[:3]))
+    with pytest.raises(RuntimeError) as refused:
+        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
+    assert ray_internals.versions_in(refused.value) == ("2.9.3", ray.__version__)
+    assert ray_internals.versions_in(RuntimeError("Ray: 1\nRay: 1")) is None
+    assert ray_internals.versions_in(RuntimeError("another error")) is None
+
+
+def test_ray_writes_its_address_to_that_file(tmp_path):
+    assert Path(ray_utils.get_ray_address_file(str(tmp_path))) == tmp_path / ray_internals.ADDRESS_FILE
+
+
+def test_ray_answers_the_requests_that_probe_it():
+    service, method = ray_internals.CLUSTER_REQUEST.strip("/").split("/")
+    binary = (ROOT / "core" / "src" / "ray" / "gcs" / "gcs_server").read_bytes()
+    assert service.encode() in binary and method.encode() in binary
+    assert ray_internals.CLIENTS_REQUEST in (ROOT / "core" / "generated" / "ray_client_pb2_grpc.py").read_text()
+
+
 def test_the_script_that_starts_ray_finds_its_command():
     """`head_main.py` calls it in its own process, to end with its parent."""
-    command = [sys.executable, "-P", head_main.__file__, "", "--help"]
+    command = [sys.executable, "-P", head_main.__file__, "", ray_internals.COMMAND, "--help"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         options = set(re.findall(r"--[a-z-]+", process.stdout.read()))
@@ -66,6 +87,6 @@ def test_the_script_that_starts_ray_finds_its_command():
 
 
 def test_nothing_else_of_the_package_uses_rays_insides():
-    inside = re.compile(r"\bray\._(?!_)|_raylet|ray\.scripts")
+    inside = re.compile(r"\bray\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster")
     users = {path.name for path in SOURCE.rglob("*.py") if inside.search(path.read_text())}
-    assert users == {"ray_internals.py", "head_main.py"}
+    assert users == {"ray_internals.py"}

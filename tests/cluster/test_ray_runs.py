@@ -25,6 +25,7 @@ from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
 from heloco.cluster.ray.ray_cluster import require_ray
+from heloco.cluster.ray.replies import Answer, value_of
 from heloco.cluster.ray.workers import WorkerStatus
 from heloco.cluster.server.process import spec_of
 from heloco.cluster.server.resident_memory import memory_of
@@ -145,13 +146,13 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
         blocks = {"parameter.0": torch.arange(150_000.0) / 1e6}
         layout = Layout.from_tensors(blocks)
         request = small_cluster.join_request("one", layout=layout.entries)
-        ticket = synchronizer.join(request, None)[1].ticket
+        ticket = value_of(synchronizer.join(request, None)).ticket
         references = [ray.put(piece.copy()) for piece in ray_link.in_pieces(pieces(layout, blocks))]
         commit = ModelCommit(names=("w",), digest=digest_of(layout, blocks))
-        assert synchronizer.send_model(ticket, layout, references, commit) == ("ok", None)
-        contribution = Layout(synchronizer.join(request, ticket)[1].contribution_layout)
-        key = synchronizer.next_round(ticket, 5.0)[1].key
-        start = synchronizer.fetch(ticket, key)[1]
+        assert synchronizer.send_model(ticket, layout, references, commit) == Answer(None)
+        contribution = Layout(value_of(synchronizer.join(request, ticket)).contribution_layout)
+        key = value_of(synchronizer.next_round(ticket, 5.0)).key
+        start = value_of(synchronizer.fetch(ticket, key))
         assert np.concatenate([ray.get(piece) for piece in start]).tobytes() == b"".join(pieces(layout, blocks))
 
         delta = {"pseudo_gradient.0": torch.linspace(-1, 1, 150_000)}
@@ -160,7 +161,7 @@ def test_a_contribution_in_pieces_goes_on_where_it_was_cut(cluster, tmp_path, mo
         upload.write(upload.begin(0), whole[:200_000])
         boxed = [ray.put(np.frombuffer(whole[at : at + 65_536], np.uint8)) for at in range(0, len(whole), 65_536)]
         answer = synchronizer.hand_in(ticket, key, boxed, digest_of(contribution, delta), small_cluster.report())
-        assert answer[0] == "ok" and answer[1].arrival == 1, answer
+        assert value_of(answer).arrival == 1
         [file] = (tmp_path / "run" / "journal").glob("*.safetensors")
         assert file.read_bytes() == whole
     finally:

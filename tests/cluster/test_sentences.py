@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from heloco.cluster.server.local_link import LocalLink
 
 import heloco
 from heloco.cluster.client.run_client import RunClient, RunEnded, why_obsolete
 from heloco.cluster.protocol.refusals import Refused
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.service import Service
 from heloco.records.journal_reader import FOLDER, read_events
 from heloco.records.run_facts import read_facts

@@ -7,10 +7,10 @@ import torch
 
 from heloco.cluster.protocol.messages import Ended
 from heloco.cluster.protocol.refusals import RefusalCode
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.wire.layout import Layout
 from support.disks import fill_disk
+from support.local_link import LocalLink
 from support.service_checks import refuses, state
 from support.small_cluster import NAMES, Hand, config, delta, model, opened
 

@@ -41,7 +41,7 @@ class Node:
 
         self._folder = Path(tempfile.mkdtemp(prefix="heloco-ray-"))  # short: Ray's sockets lie below it
         command = [
-            sys.executable, "-P", head_main.__file__, str(self._folder), "--block",
+            sys.executable, "-P", head_main.__file__, str(self._folder), ray_internals.COMMAND, "--block",
             "--disable-usage-stats", f"--address={self.head}", f"--node-ip-address={self.address}", f"--temp-dir={self._folder}",
             f"--object-store-memory={STORE}", "--include-log-monitor=false",
         ]  # fmt: skip

@@ -32,7 +32,9 @@ FLOORS = [
     {"cli"},
 ]
 """From the top: a room may import from the floors above its own, and within itself."""
-FOR_ALL = {"errors", "seeds", "disk", "dtypes", "finite", "places", "hosts", "verdicts", "knobs", "registry"}
+FOR_ALL = {
+    "errors", "seeds", "disk", "dtypes", "finite", "places", "hosts", "verdicts", "knobs", "registry", "uvicorn_internals",
+}  # fmt: skip
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -104,13 +106,38 @@ def test_inside_the_cluster_protocol_comes_first_then_server_and_client_then_gat
             assert other == room or floors[other] < floors[room], f"{path}:{line}: {room} imports {other}"
 
 
+def loaded_by(code: str) -> list[str]:
+    """The modules of ours that a fresh process has loaded after this code."""
+    code = f"{code}\nimport sys; print(*sorted(m for m in sys.modules if m.startswith('heloco')))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.split()
+
+
+RUNS_SIDE = ("heloco.cluster.server", "heloco.run", "heloco.engine", "heloco.records.journal", "heloco.task.gpt")
+"""What a machine that only joins a run does not load: server, config, journal, TinyGPT."""
+OTHER_SIDES = ("heloco.cluster.gateway", "heloco.cluster.ray", "heloco.task", "heloco.outer")
+
+
 def test_the_three_lines_load_no_server_no_journal_no_config_and_no_model_of_ours():
-    code = "import heloco, sys; heloco.join; print(*sorted(m for m in sys.modules if m.startswith('heloco')))"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    cluster = ("heloco.cluster.server", "heloco.cluster.gateway", "heloco.cluster.ray")
-    others = ("heloco.run", "heloco.task", "heloco.engine", "heloco.outer", "heloco.records.journal")
-    assert not [module for module in loaded if module.startswith((*cluster, *others))]
+    loaded = loaded_by("import heloco; heloco.join")
+    assert not [module for module in loaded if module.startswith((*RUNS_SIDE, *OTHER_SIDES))]
     assert len(loaded) <= 25, loaded
+
+
+@pytest.mark.parametrize("path", [path for path in CLUSTER_MODULES if path.parent.name == "client"], ids=name_of)
+def test_no_module_of_the_client_loads_the_runs_side(path):
+    loaded = loaded_by(f"import {name_of(path)}")
+    assert not [module for module in loaded if module.startswith((*RUNS_SIDE, "heloco.cluster.gateway", "heloco.cluster.ray"))]
+
+
+@pytest.mark.parametrize(("link", "limit"), [("gateway.https_link", 20), ("ray.ray_link", 22)])
+def test_a_link_loads_little_more_than_the_protocol(link, limit):
+    room = f"heloco.cluster.{link.partition('.')[0]}"
+    loaded = loaded_by(f"import heloco.cluster.{link}")
+    others = [each for each in OTHER_SIDES if each != room]
+    assert not [module for module in loaded if module.startswith((*RUNS_SIDE, *others, "heloco.cluster.client"))]
+    assert len(loaded) <= limit, loaded
 
 
 def test_no_two_modules_share_a_name():

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
@@ -26,6 +25,7 @@ from heloco.outer.kernels import native, portable, switch
 from heloco.outer.kernels.order import LANES, PIECE, ROWS
 from heloco.run import RunFolder
 from heloco.wire.layout import Layout
+from support.local_link import LocalLink
 from support.small_cluster import config, report
 
 ROUND = ROWS * LANES

@@ -1,12 +1,13 @@
 """A contribution in a file is read window by window: a step needs memory for one window, and changes no number."""
 
+import mmap
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from heloco.cluster.server.resident_memory import memory_of, resident_bytes
+from heloco.cluster.server.resident_memory import memory_of
 from heloco.disk import drop_mapped_pages
 from heloco.finite import all_finite
 from heloco.ledger import Ledger
@@ -24,6 +25,10 @@ SHAPES = ((5 * WINDOW + 7,), (3, 11), *[(1000, 1000)] * 24)
 BYTES = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
 ROOM = 4 * 4 * WINDOW
 """Bytes that a step may take beside θ and m: of a window, and of what is computed with it."""
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heloco.report.differences import differences, with_changes
+from heloco.report.differences import differences
+from support.page_changes import with_changes
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab", max_size=2),

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.service import Service
 from heloco.records.events import Abandon
 from heloco.records.journal_reader import FOLDER, read_events
 from heloco.run import RunConfig, resolve, with_fields
+from support.local_link import LocalLink
 from support.repository import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"

@@ -18,11 +18,11 @@ from heloco.cluster.protocol.messages import (
     Ticket,
     Wait,
 )
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.service import Service
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.wire.layout import Layout
+from support.local_link import LocalLink
 
 NAMES = ["weight", "bias", "mean", "count"]
 NO_DIGEST = "0" * 32

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.gateway.api import checked_layout
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.replay import replay
 from heloco.cluster.server.service import Service
@@ -31,6 +30,7 @@ from heloco.run.checkpoint import NO_LINES
 from heloco.run.export import export_model
 from heloco.task.datasets import DatasetTask
 from heloco.wire.layout import Layout
+from support.local_link import LocalLink
 from support.runs import tape
 from support.small_cluster import config, join_request, report
 from support.synchronizers import SHAPES, arrive, build

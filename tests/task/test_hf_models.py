@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heloco.cluster.client.worker import Worker, task_of
-from heloco.cluster.server.local_link import LocalLink
 from heloco.cluster.server.process import RunHost, spec_of
 from heloco.corpus import load_tokenizer
 from heloco.engine.build import build_task
@@ -18,6 +17,7 @@ from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.study.grid import digest
 from heloco.task.hf import open_hf
 from support.hf_models import BYTES, COMMON, SHORT, gpt2_config, said, transformers, write_words
+from support.local_link import LocalLink
 from support.repository import REPOSITORY
 from support.runs import evals, heloco
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def test_a_file_can_be_sent_from_any_byte_on_and_its_digest_is_of_the_whole(desc
 @given(described=NAMED)
 def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_factory):
     layout = Layout.from_tensors(made(described))
-    assert Layout.from_json(layout.as_json()) == layout
+    assert Layout.from_json(json.loads(json.dumps(layout.entries))) == layout
     path = tmp_path_factory.mktemp("layout") / "file"
     with path.open("wb", buffering=0) as file:
         write(file, layout, made(described))

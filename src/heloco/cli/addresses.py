@@ -4,12 +4,13 @@ import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from heloco.cli.flags import Parser
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
+    from heloco.cluster.protocol.link import RunLink
     from heloco.cluster.protocol.messages import Right
 
 T = TypeVar("T")
@@ -38,7 +39,7 @@ def named_address(parsed: argparse.Namespace) -> str:
     return str(parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
 
 
-def link_from_flags(parsed: argparse.Namespace, right: "Right") -> Any:
+def link_from_flags(parsed: argparse.Namespace, right: "Right") -> "RunLink":
     """A link to the run named on the command line, with a token of that right."""
     address = named_address(parsed)
     if not address:
@@ -46,7 +47,7 @@ def link_from_flags(parsed: argparse.Namespace, right: "Right") -> Any:
     return link_to(address, parsed.token, parsed.token_file, right)
 
 
-def link_to(address: str, token: str | None, token_file: str | None, right: "Right") -> Any:
+def link_to(address: str, token: str | None, token_file: str | None, right: "Right") -> "RunLink":
     from heloco.cluster.client.connect import connect, find_token
 
     if not address.startswith(("https:", "ray:")) and Path(address).is_dir():

@@ -44,8 +44,8 @@ def add_status_flags(parser: Parser) -> None:
 
 
 TRAINING_MODULES = (
-    "heloco.cluster.client.worker", "heloco.cluster.gateway.https_link", "heloco.task.language", "heloco.task.hf", "httpx",
-    "encodings.idna", "numpy.ma", "numpy.random",
+    "heloco.cluster.client.worker", "heloco.cluster.gateway.https_link", "heloco.engine.build", "heloco.task.language",
+    "heloco.task.hf", "httpx", "encodings.idna", "numpy.ma", "numpy.random",
 )  # fmt: skip
 """What training over HTTPS imports."""
 TRAINING = Wording("The worker", "it is started again, and comes back as the same machine", "a round")

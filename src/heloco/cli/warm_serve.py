@@ -18,8 +18,7 @@ SERVING_MODULES = (
     "heloco.cluster.gateway.app", "heloco.cluster.gateway.listener", "heloco.cluster.gateway.connection",
     "heloco.report.page_process", "heloco.report.page_connection", "heloco.cli.serve_view", "heloco.cli.page",
     "cryptography.x509", "cryptography.hazmat.primitives.serialization", "encodings.idna", "numpy.ma", "numpy.random", "resource",
-    "uvicorn", "uvicorn.lifespan.on", "uvicorn.loops.uvloop", "uvicorn.protocols.http.auto",
-    "uvicorn.protocols.http.httptools_impl",
+    "heloco.uvicorn_internals",
 )  # fmt: skip
 """What serving a run imports. Those that are not installed are left out; the child says what it misses."""
 

@@ -16,6 +16,7 @@ event were never promised to anybody, and are cut off. Damage before it is repor
 import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,8 @@ class Journal:
         self.acknowledged = self._read_acknowledged()
         """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
         self._being_removed: set[Path] = set()
+        self._counting = threading.Lock()
+        """Held while `_bytes_kept` changes: files are removed in another thread."""
         self._file = -1
         try:
             if since.number and not may_begin_at_mark:
@@ -159,7 +162,7 @@ class Journal:
         seal = seal_of(self.end.seal, body)
         line = body + SEAL_FIELD + seal.encode() + b'"}\n'
         self._write(line)
-        self._bytes_kept += len(line)
+        self._count(len(line))
         self.end = Mark(number, self.end.position + len(line), seal)
         return number
 
@@ -235,12 +238,12 @@ class Journal:
         """Moves a file to the path for the tensors of the next event."""
         path = contribution_path(self.folder, self.end.number + 1)
         upload.rename(path)
-        self._bytes_kept += path.stat().st_size
+        self._count(path.stat().st_size)
         return path
 
     def give_back(self, path: Path, upload: Path) -> None:
         """Undoes `take_in` if the event could not be written."""
-        self._bytes_kept -= path.stat().st_size
+        self._count(-path.stat().st_size)
         path.rename(upload)
 
     def remove_orphans(self) -> None:
@@ -251,7 +254,8 @@ class Journal:
 
     def to_prune(self, until: Mark, budget_bytes: float) -> list[Path]:
         """If the journal is larger than its budget: the files that a checkpoint at `until` covers, tensors first, then segments.
-        The caller removes them, in this order. A replay can then no longer begin at the first event."""
+        The caller removes them, in this order. A replay can then no longer begin at the first event. One thread at a time
+        may call this, and another may append meanwhile."""
         self._being_removed = {path for path in self._being_removed if path.exists()}
         if self._bytes_kept <= budget_bytes:
             return []
@@ -262,11 +266,15 @@ class Journal:
                 paths.append(path)
         return paths
 
+    def _count(self, size: int) -> None:
+        with self._counting:
+            self._bytes_kept += size
+
     def _will_be_removed(self, path: Path) -> bool:
         """Counts a file as removed, unless that was done before and the caller has not come to it yet."""
         with contextlib.suppress(FileNotFoundError):
             if path not in self._being_removed:
-                self._bytes_kept -= path.stat().st_size
+                self._count(-path.stat().st_size)
                 self._being_removed.add(path)
                 return True
         return False

@@ -38,19 +38,3 @@ def _is_worth_it(old: Sequence[Any], new: Sequence[Any]) -> bool:
         return True
     changed = [before != after for before, after in zip(old, new, strict=False)]
     return 4 * changed.count(True) < len(new)
-
-
-def with_changes(data: Any, changes: list[Change]) -> Any:
-    """The data after the changes, as `live.js` makes them. Changes the data in place."""
-    root = [data]
-    for operation, path, value in changes:
-        place: Any = root
-        steps: list[Any] = [0, *path]
-        last = steps.pop()
-        for step in steps:
-            place = place[step]
-        if operation == "set":
-            place[last] = value
-        else:
-            place[last].extend(value)
-    return root[0]

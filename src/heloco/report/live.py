@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a while
-PARTS = ("starlette", "uvicorn")
+PARTS = ("starlette", "uvicorn", "httptools")
 VERSION = re.compile("-?[0-9]{1,15}")
 CHANGES_KEPT = 100
 """Versions back to which a page that was away gets the changes alone."""
@@ -203,15 +203,12 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
     check_parts()
     import uvicorn
 
+    from heloco.uvicorn_internals import EndingServer
+
     page = Page(lambda: runs)
     own = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            page.end()  # else uvicorn cancels the streams of open pages, and prints a traceback for each
-            await super().shutdown(sockets)
 
     listening = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     began(f"http://{shown}:{listening.getsockname()[1]}")
-    Server(uvicorn.Config(own, log_level="warning", timeout_graceful_shutdown=1)).run(sockets=[listening])
+    EndingServer(uvicorn.Config(own, log_level="warning", timeout_graceful_shutdown=1), page.end).run(sockets=[listening])

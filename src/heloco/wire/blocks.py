@@ -15,12 +15,6 @@ def block_name(kind: str, index: int) -> str:
     return f"{kind}.{index}"
 
 
-def parse_block_name(name: str) -> tuple[str, int]:
-    """(kind, index)"""
-    kind, _, index = name.partition(".")
-    return kind, int(index)
-
-
 def name_blocks(kind: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     return {block_name(kind, index): tensor for index, tensor in enumerate(tensors)}
 

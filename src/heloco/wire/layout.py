@@ -58,7 +58,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, entries: Any) -> "Layout":
-        """The inverse of `as_json`. Raises ValueError for anything else."""
+        """The layout with these entries, each a list of name, dtype and shape. Raises ValueError for anything else."""
         try:
             layout = cls(tuple((str(name), str(dtype), tuple(int(n) for n in shape)) for name, dtype, shape in entries))
             if any(n < 0 for _, _, shape in layout.entries for n in shape) or len(layout.names) != len(set(layout.names)):
@@ -69,9 +69,6 @@ class Layout:
             return layout
         except (TypeError, ValueError, KeyError, OverflowError):
             raise ValueError("it is not a list of names, dtypes and shapes.") from None
-
-    def as_json(self) -> list[list[Any]]:
-        return [[name, dtype, list(shape)] for name, dtype, shape in self.entries]
 
     @property
     def names(self) -> list[str]:

@@ -7,19 +7,23 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.cluster.protocol.link import RunLink
 
 LINKS = {"https:": ("heloco.cluster.gateway.https_link", "HttpsLink"), "ray:": ("heloco.cluster.ray.ray_link", "RayLink")}
 TOKEN, TOKEN_FILE = "HELOCO_TOKEN", "HELOCO_TOKEN_FILE"
 
 
-def connect(address: str, token: str | None = None) -> Any:
-    """A link to the run at this address. It is both a `Link` and an `AdminLink`."""
+def connect(address: str, token: str | None = None) -> "RunLink":
+    """A link to the run at this address."""
     for scheme, (module, name) in LINKS.items():
         if address.startswith(scheme):
-            return getattr(import_module(module), name)(address, token or "")
+            link: RunLink = getattr(import_module(module), name)(address, token or "")
+            return link
     raise UserError(f"{address!r} is not the address of a run: it must begin with https:// (a gateway) or ray: (a Ray cluster).")
 
 

@@ -1,9 +1,11 @@
-"""The worker loop of `heloco join`: trains the run's task round by round, until the run ends or the user stops it."""
+"""The worker loop of `heloco join`: trains the run's task round by round, until the run ends or the user stops it.
+
+Config and models are imported when the task is built: importing this room loads neither."""
 
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,26 +14,30 @@ from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, Scores, StopRequested, TakenRound
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RunInfo
-from heloco.engine.build import build_task, model_digest, pick_device
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.records.json_numbers import finite_measures
-from heloco.run.config import RunConfig, resolve
-from heloco.run.settings import parse_toml, with_fields
-from heloco.synchronizer import Contribution, Round
+from heloco.rounds import Contribution, Round
 from heloco.task import Task
 from heloco.wire import blocks
+
+if TYPE_CHECKING:
+    from heloco.run.config import RunConfig
 
 
 class Abandoned(Exception):
     """The round was given up between two steps."""
 
 
-def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None) -> tuple[Task, RunConfig]:
+def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None) -> "tuple[Task, RunConfig]":
     """Builds the run's task on this machine. Raises UserError if the data here is not the run's. `local_settings` replace
     settings of the run: the device, and the places of data, tokenizer and hf."""
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
+    from heloco.engine.build import build_task, model_digest
+    from heloco.run.config import RunConfig, resolve
+    from heloco.run.settings import parse_toml, with_fields
+
     values = parse_toml(info.config, "the run's config", for_task=True)
     if local_settings.get("hf") and Path(str(values.get("tokenizer", ""))).parent == Path(str(values.get("hf", ""))):
         values["tokenizer"] = ""  # the model's own
@@ -53,9 +59,16 @@ class Worker:
     this machine did the worker's last accepted one (`Assignment.keeps_state`); otherwise the round begins with a fresh state."""
 
     def __init__(
-        self, task: Task, config: RunConfig, *, tell: Callable[[str], Any] = print, after_round: Callable[[], Any] = lambda: None
+        self,
+        task: Task,
+        config: "RunConfig",
+        *,
+        tell: Callable[[str], Any] = print,
+        after_round: Callable[[], Any] = lambda: None,
     ) -> None:
         """`after_round` is called after each round that was handed in."""
+        from heloco.engine.build import pick_device
+
         self.tell, self.after_round = tell, after_round
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self.before_step

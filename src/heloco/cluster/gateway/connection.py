@@ -14,7 +14,7 @@ from typing import Any
 
 from heloco.cluster.gateway.admission import ADMIT, Admission, App, Receive, Scope, Send, Visitor
 from heloco.cluster.gateway.auth import unread
-from heloco.cluster.gateway.uvicorn_http import Http, Owner
+from heloco.uvicorn_internals import Http, Owner
 
 BUFFER = memoryview(bytearray(1 << 16))
 """Shared by all connections: the bytes of one read are used up before the next read."""

@@ -73,7 +73,7 @@ class GatewayServer:
         from heloco.cluster.gateway.app import app
         from heloco.cluster.gateway.connection import Connection, fastest_loop
         from heloco.cluster.gateway.listener import Listener
-        from heloco.cluster.gateway.uvicorn_http import Server
+        from heloco.uvicorn_internals import OwnListener
 
         application = app(self.run, self.page)
         self.api = application.state.api
@@ -92,7 +92,7 @@ class GatewayServer:
             self._started.set()
             return listener
 
-        return Server(config, open_listener)
+        return OwnListener(config, open_listener)
 
     def _run(self) -> None:
         try:
@@ -108,7 +108,7 @@ class GatewayServer:
             return
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self.api.end_waiting)
-            self._server.should_exit = True
+            self._server.end_soon()
         self._thread.join()
         self._thread = None
 

@@ -1,4 +1,4 @@
-"""The link between a machine or a person and a run: the same requests over HTTPS, over Ray, or inside one process."""
+"""The link between a machine or a person and a run: the same requests over HTTPS and over Ray."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -82,6 +82,10 @@ class AdminLink(Protocol):
     def new_token(self, right: Right, note: str) -> TokenInfo: ...
     def revoke_token(self, token_id: str) -> None: ...
     def close(self) -> None: ...
+
+
+class RunLink(Link, AdminLink, Protocol):
+    """All requests. What the token does not allow is refused."""
 
 
 def digest_of(layout: Layout, tensors: Mapping[str, Tensor]) -> str:

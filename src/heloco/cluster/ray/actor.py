@@ -1,4 +1,4 @@
-"""The service as a Ray actor. Its answers are tagged values and never exceptions, because Ray would wrap those.
+"""The service as a Ray actor. Its replies are values and never exceptions (`replies`).
 
 Each kind of call has its own threads, so that a beat never waits for a tensor or an evaluation. Tensors are the bytes of a
 safetensors file in flat numpy buffers. Ray shares them between the processes of a node, and copies them once to another node.
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,28 +19,31 @@ import torch
 from msgspec import structs
 
 from heloco.cluster.protocol.messages import (
+    Acknowledgement,
+    BeatAnswer,
     ContributionReport,
+    Ended,
+    Joined,
     JoinRequest,
     ModelCommit,
+    RoundAnswer,
     RoundKey,
     RunInfo,
+    Status,
     Ticket,
 )
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, require_ray
-from heloco.cluster.server.local_link import wait_for_round
+from heloco.cluster.ray.replies import NAME, PIECE, Answer, Begun, Down, Failed, Reply, tensor_deadline_s
 from heloco.cluster.server.process import RunHost, ServeSpec
 from heloco.cluster.server.resident_memory import memory_of
-from heloco.cluster.server.service import Service
+from heloco.cluster.server.service import Service, wait_for_round
 from heloco.cluster.server.transfers import Upload
 from heloco.disk import drop_mapped_pages
 from heloco.errors import RunStopped, UserError
-from heloco.wire.layout import PIECE_BYTES, Layout
+from heloco.wire.layout import Layout
 
-NAME = "heloco-synchronizer"
-OK, REFUSED, DOWN, FAILED = "ok", "refused", "down", "failed"
-Reply = tuple[Any, ...]
-"""(OK, answer), (REFUSED, refusal), (DOWN, text) to ask again later, or (FAILED, text) if a person must act."""
+T = TypeVar("T")
 UPLOAD_LIMIT, DOWNLOAD_LIMIT = 2, 2
 """How many contributions are received and how many starts are sent at the same time. This bounds the memory."""
 WAITING_LIMIT = 64
@@ -59,30 +62,23 @@ CALLS = {
 }  # fmt: skip
 """Request -> the method of the `RunHost` that answers it."""
 STEP_S = 1.0
-PIECE = PIECE_BYTES
-"""An object in Ray's store has at most this many bytes, so that neither side holds a second model in memory."""
-
-
-def tensor_deadline_s(size: int) -> float:
-    """Time limit for a transfer of this many bytes, at a megabyte per second."""
-    return 60.0 + size / 1e6
 
 
 class Late(Exception):
     """The call cannot be answered yet, or a transfer was too slow."""
 
 
-def reply_to(ask: Callable[[], Any]) -> Reply:
+def reply_to(ask: Callable[[], T]) -> Reply[T]:
     try:
-        return (OK, ask())
+        return Answer(ask())
     except Refused as refused:
-        return (REFUSED, refused.refusal)
+        return refused.refusal
     except (UserError, RunStopped) as error:
-        return (FAILED, str(error))
+        return Failed(str(error))
     except Late as error:
-        return (DOWN, str(error))
+        return Down(str(error))
     except require_ray().exceptions.RayError as error:
-        return (DOWN, f"The tensors did not reach the synchronizer ({str(error).splitlines()[0]}).")
+        return Down(f"The tensors did not reach the synchronizer ({str(error).splitlines()[0]}).")
 
 
 class SynchronizerActor:
@@ -97,16 +93,16 @@ class SynchronizerActor:
         self._starts_sent: dict[str, list[Any]] = {}
         """Machine -> references of the start that it is fetching. Ray itself may free an object whose reference was just sent."""
 
-    def begin(self, spec: ServeSpec, threads: int) -> Reply:
+    def begin(self, spec: ServeSpec, threads: int) -> Reply[Begun]:
         """Opens the run, which may take long: it prepares data and follows the journal. Until then
-        other calls are answered DOWN."""
+        other calls are answered with `Down`."""
 
-        def open_host() -> dict[str, Any]:
+        def open_host() -> Begun:
             torch.set_num_threads(threads)
             self._host = RunHost.open(spec)
             self._threads = torch.get_num_threads()  # a resumed run keeps its number of threads
             self._has_begun.set()
-            return {"address": self._host.address, "notices": self._host.service.notices, "pid": os.getpid()}
+            return Begun(address=self._host.address, notices=tuple(self._host.service.notices), pid=os.getpid())
 
         return reply_to(open_host)
 
@@ -122,38 +118,38 @@ class SynchronizerActor:
 
     # ---- requests without tensors
 
-    def ask(self, request: str, *arguments: Any) -> Reply:
+    def ask(self, request: str, *arguments: Any) -> Reply[Any]:
         return reply_to(lambda: operator.attrgetter(CALLS[request])(self.host)(*arguments))
 
-    def describe(self) -> Reply:
+    def describe(self) -> Reply[RunInfo]:
         def describe_run() -> RunInfo:
             return structs.replace(self.service.describe(), ray=require_ray().__version__)
 
         return reply_to(describe_run)
 
-    def join(self, request: JoinRequest, ticket: Ticket | None) -> Reply:
+    def join(self, request: JoinRequest, ticket: Ticket | None) -> Reply[Joined]:
         return reply_to(lambda: self.service.members.join(request, ticket))
 
-    def status(self) -> Reply:
+    def status(self) -> Reply[Status]:
         return reply_to(lambda: self.service.admin.status())
 
-    def memory(self) -> Reply:
+    def memory(self) -> Reply[dict[str, int]]:
         """Memory of the synchronizer's process."""
         return reply_to(lambda: memory_of(os.getpid()))
 
-    def beat(self, ticket: Ticket, steps: int) -> Reply:
+    def beat(self, ticket: Ticket, steps: int) -> Reply[BeatAnswer]:
         return reply_to(lambda: self.service.members.beat(ticket, steps))
 
-    def ping(self, machine: str) -> Reply:
+    def ping(self, machine: str) -> Reply[None]:
         """From a machine that waits for a transfer, so that it does not count as lost."""
         return reply_to(lambda: self.service.state.note_transfer(machine))
 
-    def next_round(self, ticket: Ticket, wait_s: float, evaluates: bool = False) -> Reply:
+    def next_round(self, ticket: Ticket, wait_s: float, evaluates: bool = False) -> Reply[RoundAnswer]:
         return reply_to(lambda: wait_for_round(self.service, ticket, wait_s, evaluates))
 
     # ---- tensors
 
-    def fetch(self, ticket: Ticket, key: RoundKey | int | None) -> Reply:
+    def fetch(self, ticket: Ticket, key: RoundKey | int | None) -> Reply[list[Any]]:
         """References to the pieces of a round's start. With an arrival, of the model to evaluate; without a key, of the
         final model of a run that has ended."""
         return reply_to(lambda: self._start(ticket, key))
@@ -182,10 +178,12 @@ class SynchronizerActor:
         if self._host is not None:
             self._host.service.state.note_transfer(machine)
 
-    def hand_in(self, ticket: Ticket, key: RoundKey, references: list[Any], digest: str, report: ContributionReport) -> Reply:
+    def hand_in(
+        self, ticket: Ticket, key: RoundKey, references: list[Any], digest: str, report: ContributionReport
+    ) -> Reply[Acknowledgement]:
         """Receives a contribution. Its tensors are fetched from Ray's store when it is their turn, and not before."""
 
-        def take_in() -> Any:
+        def take_in() -> Acknowledgement:
             torch.set_num_threads(self._threads)  # OpenMP has this setting per thread
             contributions = self.service.contributions
             progress = contributions.progress(ticket, key)
@@ -198,7 +196,7 @@ class SynchronizerActor:
 
         return reply_to(take_in)
 
-    def send_model(self, ticket: Ticket, layout: Layout, references: list[Any], commit: ModelCommit) -> Reply:
+    def send_model(self, ticket: Ticket, layout: Layout, references: list[Any], commit: ModelCommit) -> Reply[None]:
         def take_in() -> None:
             upload = self.service.models.upload(ticket, layout)
             self._pull(ticket.machine, references, upload, upload.size)
@@ -231,16 +229,16 @@ class SynchronizerActor:
 
     # ---- the end
 
-    def wait_for_end(self) -> Reply:
+    def wait_for_end(self) -> Ended:
         """Returns when the run has ended. If this process dies, the call fails at once."""
         self._has_begun.wait()
         state = self.service.state
         with state.changed:
             while state.ended is None:
                 state.changed.wait(STEP_S)
-            return (OK, state.ended)
+            return state.ended
 
-    def close(self) -> Reply:
+    def close(self) -> Reply[None]:
         def close_host() -> None:
             if self._host is not None:
                 self._host.close()

@@ -1,5 +1,5 @@
 """A script that runs `ray start ARGUMENTS` and ends with all its processes when its parent ends, even if that is killed. Its
-first argument is a folder that is then removed, or "".
+first argument is a folder that is then removed, or "", and its second the module with Ray's command line.
 
 It is run by its path and imports nothing from heloco, because Ray's start-up alone is slow enough.
 """
@@ -21,8 +21,8 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main = importlib.import_module("ray.scripts.scripts").main
-    _, folder, *arguments = sys.argv
+    _, folder, command, *arguments = sys.argv
+    main = importlib.import_module(command).main
     sys.argv = ["ray", "start", *arguments]
     threading.Thread(target=end_with_parent, daemon=True).start()
     try:

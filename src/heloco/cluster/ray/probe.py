@@ -6,14 +6,13 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from heloco.cluster.ray.ray_internals import CLIENTS_REQUEST, CLUSTER_REQUEST
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
     from heloco.cluster.ray.ray_cluster import Tls
 
 ANSWER_S = 5.0
-_CLUSTER = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-_CLIENTS = "/ray.rpc.RayletDriver/ClusterInfo"
 
 
 def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) -> None:
@@ -28,7 +27,7 @@ def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) 
         grpc: Any = importlib.import_module("grpc")
     except ImportError:  # Ray will find out by itself, slowly
         return
-    code = _status_code(grpc, address, token, tls, _CLIENTS if client else _CLUSTER)
+    code = _status_code(grpc, address, token, tls, CLIENTS_REQUEST if client else CLUSTER_REQUEST)
     if code == grpc.StatusCode.UNAUTHENTICATED:
         problem = "was refused" if token else "is missing"
         raise UserError(

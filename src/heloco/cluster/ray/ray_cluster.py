@@ -22,14 +22,24 @@ from typing import Any
 
 from heloco.cluster.ray.private_folder import START_LOG, TOKEN, PrivateFolder, check_secret
 from heloco.cluster.ray.probe import listens, probe, split
-from heloco.cluster.ray.ray_internals import KEEPALIVE, LOOPBACK_ONLY, PINGS, QUIET, is_node_here, reread_settings, silence_deaths
+from heloco.cluster.ray.ray_internals import (
+    ADDRESS_FILE,
+    COMMAND,
+    KEEPALIVE,
+    LOOPBACK_ONLY,
+    PINGS,
+    QUIET,
+    is_node_here,
+    reread_settings,
+    silence_deaths,
+    versions_in,
+)
 from heloco.errors import UserError
 
 NAMESPACE = "heloco"
 STORE_MINIMUM_BYTES = 150_000_000
 START_S, STOP_S = 90.0, 20.0
 LOOPBACK = ("127.0.0.1", "localhost")
-_CURRENT = "ray_current_cluster"
 TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
 _libc = ctypes.CDLL(None)
 
@@ -83,10 +93,6 @@ class Cluster:
         """The private folder of a Ray that was started here."""
         self._environment = _Environment()
         self._connected = False
-
-    @property
-    def started_here(self) -> bool:
-        return self.process is not None
 
     def has_ended(self) -> bool:
         """Whether one of Ray's processes has ended. The launcher then ends the others and itself."""
@@ -173,8 +179,8 @@ def _start(
     host = "127.0.0.1" if host in LOOPBACK else host
     store = min(max(store_bytes, STORE_MINIMUM_BYTES), int(0.8 * shutil.disk_usage("/dev/shm").free))
     command = [
-        sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), str(folder.path), "--head", "--block",
-        "--disable-usage-stats",
+        sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), str(folder.path), COMMAND,
+        "--head", "--block", "--disable-usage-stats",
         f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
         f"--temp-dir={folder.rays_own}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
     ]  # fmt: skip
@@ -193,7 +199,7 @@ def _start(
 def _wait_until_up(cluster: Cluster, folder: PrivateFolder) -> str:
     """Waits for Ray's address, which Ray writes to a file when it is up."""
     until = time.monotonic() + START_S
-    while not (address := folder.read(folder.rays_own / _CURRENT).strip()):
+    while not (address := folder.read(folder.rays_own / ADDRESS_FILE).strip()):
         if cluster.has_ended():
             raise UserError(f"Ray did not start. Its last line: {cluster.last_words()}")
         if time.monotonic() > until:
@@ -260,9 +266,8 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
 
 
 def translate(error: RuntimeError, address: str) -> UserError:
-    """A UserError for Ray's own error. If the versions differ, Ray names both in a text of several lines."""
-    versions = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
-    if len(versions) == 2 and versions[0] != versions[1]:
+    """A UserError for Ray's own error."""
+    if versions := versions_in(error):
         try:
             check_versions(versions[1], versions[0])
         except UserError as sentence:

@@ -20,6 +20,13 @@ QUIET = {
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise every shutdown takes up to 30 s
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # an actor that reserves no GPU may still use one
 }
+COMMAND = "ray.scripts.scripts"
+"""The module with Ray's command line. `head_main.py` calls it in its own process, because the command `ray` would outlive it."""
+ADDRESS_FILE = "ray_current_cluster"
+"""The file in Ray's folder to which it writes its address when it is up. Ray has no call that waits for that."""
+CLUSTER_REQUEST, CLIENTS_REQUEST = "/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo"
+"""Requests that are answered without side effects, by a head and by its server for clients. With a wrong token Ray itself would
+try for minutes."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. It does not do so on a system on which
 it believes that there can be no cluster."""
@@ -29,6 +36,13 @@ def is_node_here() -> bool:
     """Whether this machine is a node of a Ray cluster. `ray.init` would say so only after a minute."""
     services: Any = importlib.import_module("ray._private.services")
     return bool(services.find_node_ids())
+
+
+def versions_in(error: RuntimeError) -> tuple[str, str] | None:
+    """(the cluster's version, this process's) in Ray's error about versions that differ, which has them only in its text of
+    several lines; None for any other error."""
+    versions = [line.strip().removeprefix("Ray: ") for line in str(error).splitlines() if line.strip().startswith("Ray: ")]
+    return (versions[0], versions[1]) if len(versions) == 2 and versions[0] != versions[1] else None
 
 
 def silence_deaths() -> None:

@@ -19,9 +19,9 @@ import heloco
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
-from heloco.cluster.protocol.refusals import Refused, as_error
-from heloco.cluster.ray.actor import DOWN, FAILED, NAME, PIECE, REFUSED, tensor_deadline_s
+from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, Tls, check_versions, require_ray, start_ray
+from heloco.cluster.ray.replies import NAME, PIECE, tensor_deadline_s, value_of
 from heloco.errors import RunStopped, UserError
 from heloco.wire.layout import Layout, pieces, view
 
@@ -124,7 +124,7 @@ class RayLink:
         with self._reaching():
             actor = self.actor()
             reference = getattr(actor, method).remote(*arguments)
-            return _read(self._wait_for(actor, reference, within_s, machine))
+            return value_of(self._wait_for(actor, reference, within_s, machine))
 
     def _wait_for(self, actor: Any, reference: Any, within_s: float, machine: str) -> Any:
         """The value of a reference. Waits at most `within_s`, and only while the synchronizer answers pings."""
@@ -155,7 +155,7 @@ class RayLink:
     def beat(self, ticket: Ticket, steps: int) -> m.BeatAnswer:
         with self._beating, self._reaching():
             actor = self.actor(may_reconnect=False)
-            answer: m.BeatAnswer = _read(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
+            answer: m.BeatAnswer = value_of(self._ray.get(actor.beat.remote(ticket, steps), timeout=BEAT_S))
             return answer
 
     def abandon(self, ticket: Ticket, text: str) -> None:
@@ -302,13 +302,3 @@ def in_pieces(parts: Iterable[memoryview]) -> Iterator[npt.NDArray[np.uint8]]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-
-
-def _read(reply: tuple[Any, ...]) -> Any:
-    if reply[0] == REFUSED:
-        raise as_error(reply[1])
-    if reply[0] == DOWN:
-        raise LinkDown(reply[1])
-    if reply[0] == FAILED:
-        raise RunStopped(reply[1])
-    return reply[1]

@@ -17,10 +17,11 @@ from msgspec import structs
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Ended, Paused, Right, Status
 from heloco.cluster.protocol.refusals import Refused
-from heloco.cluster.ray.actor import NAME, OK, make_actor
+from heloco.cluster.ray.actor import make_actor
 from heloco.cluster.ray.probe import split
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, require_ray, start_ray
 from heloco.cluster.ray.ray_link import RayLink
+from heloco.cluster.ray.replies import NAME, Answer, Begun, Reply
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.ray.workers import WorkerHandle, WorkerStatus, start_worker
 from heloco.cluster.server.process import ServeSpec
@@ -136,14 +137,14 @@ class RaySupervisor:
     def _begin(self) -> None:
         """Starts the synchronizer from the spec. Raises UserError if the spec is wrong."""
         self._actor = self._named_actor()
-        reply = self._wait_until_ready(self._actor.begin.remote(self.spec, self._threads))
-        if reply[0] != OK:
-            raise UserError(reply[1])
-        self.address, self.notices = reply[1]["address"], reply[1]["notices"]
+        reply: Reply[Begun] = self._wait_until_ready(self._actor.begin.remote(self.spec, self._threads))
+        if not isinstance(reply, Answer):
+            raise UserError(reply.text)
+        begun = reply.value
+        self.address, self.notices, self.pid = begun.address, list(begun.notices), begun.pid
         if self.spec.listen is not None:  # keep the port after a restart, because machines know the address
             port = int(self.address.rpartition(":")[2])
             self.spec = replace(self.spec, listen=replace(self.spec.listen, port=port))
-        self.pid = reply[1]["pid"]
         self._end_of_run = self._actor.wait_for_end.remote()
         self._link = RayLink(name=self.name)
         self._last_status = self.link.status()
@@ -226,7 +227,7 @@ class RaySupervisor:
 
     def _handle_synchronizer_end(self) -> None:
         try:
-            end: Ended = self._ray.get(self._end_of_run, timeout=LOOK_S)[1]
+            end: Ended = self._ray.get(self._end_of_run, timeout=LOOK_S)
             self._finish(end.kind, end.text)
         except self._ray.exceptions.ActorUnavailableError:  # the actor may still be alive
             self._closing.wait(0.05)

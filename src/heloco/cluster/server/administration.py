@@ -1,11 +1,14 @@
 """Looking at a run, reading its files, and stopping it."""
 
 import os
+import threading
+from concurrent.futures import wait
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import MachineStatus, Status
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
@@ -22,6 +25,7 @@ class Administration:
     def __init__(self, state: ServiceState, rounds: RoundDispatcher) -> None:
         self.state, self.rounds = state, rounds
         self._last_status: Status | None = None
+        self._one_stop = threading.Lock()
 
     @property
     def recent_status(self) -> Status | None:
@@ -78,17 +82,39 @@ class Administration:
 
     def stop(self, text: str) -> None:
         """Saves the run and ends it for now. `heloco serve` can continue it later."""
-        state, text = self.state, text or "stopped"
+        text = text or "stopped"
+        with self._one_stop:
+            try:
+                if (run := self._begin_stop(text)) is not None:
+                    self._save(run)
+                with self.state.changed:
+                    if self.state.ended is None:
+                        self.state.end("stopped", text)
+            finally:
+                self.state.is_stopping = False
+
+    def _begin_stop(self, text: str) -> JournaledRun | None:
+        """Takes all rounds back. Returns the run that is to be saved, if any."""
+        state = self.state
         with state.changed:
-            if state.ended is None:
-                if state.run is not None:
-                    for machine in state.roster:
-                        if machine.round:
-                            self.rounds.give_up(machine, "stopped", text)
-                    with state.recording() as run:
-                        checkpoints.save(run)
-                state.end("stopped", text)
-            state.changed.notify_all()
+            if state.ended is not None or state.run is None:
+                return None
+            state.is_stopping = True
+            for machine in state.roster:
+                if machine.round:
+                    self.rounds.give_up(machine, "stopped", text)
+            return state.run
+
+    def _save(self, run: JournaledRun) -> None:
+        """Writes a checkpoint, and waits for it without the lock. The housekeeper may notice its end before this does."""
+        checkpoints.wait_for_saving(run)  # one that was begun before the stop
+        with self.state.recording():
+            checkpoints.finish_saving(run)
+            saving = run.saving or checkpoints.begin_saving(run)
+        wait([saving])
+        with self.state.recording():
+            checkpoints.finish_saving(run)
+            saving.result()
 
 
 def _segment_at(folder: Path, offset: int) -> tuple[Path, int]:

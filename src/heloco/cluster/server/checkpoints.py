@@ -8,7 +8,8 @@ import errno
 import logging
 import os
 from collections.abc import Mapping
-from pathlib import Path
+from concurrent.futures import Future
+from concurrent.futures import wait as futures_wait
 
 from torch import Tensor
 
@@ -17,8 +18,9 @@ from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
 from heloco.errors import UserError
+from heloco.records.journal import Journal
 from heloco.records.journal_reader import Mark
-from heloco.run import checkpoint
+from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointState
 
 log = logging.getLogger("heloco.server")
@@ -73,9 +75,9 @@ def save_if_due(run: JournaledRun) -> None:
         begin_saving(run)
 
 
-def begin_saving(run: JournaledRun) -> None:
+def begin_saving(run: JournaledRun) -> Future[int]:
     """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock. Without room or
-    descriptors it raises OSError, and nothing has changed."""
+    descriptors it raises OSError, and nothing has changed. Returns the future of the checkpoint's arrival."""
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
@@ -90,18 +92,26 @@ def begin_saving(run: JournaledRun) -> None:
         start_digests=dict(run.start_digests), contributors=list(run.contributors), machines=run.book.to_records(),
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
-    keep_first, make_journal_durable = replays_from_the_start(run), run.journal.durable_later()
+    make_journal_durable = run.journal.durable_later()
     copied = run.readers.enter()
 
     def write() -> int:
         try:
             make_journal_durable()
+            keep_first = replays_from_the_start(folder)  # here, because old ones may have been removed in this thread just now
             folder.save_checkpoint(state, tensors, keep_first=keep_first, copied=copied)
         finally:
             copied()
         return state.arrival
 
     run.saving = run.slow_work.submit(write)
+    return run.saving
+
+
+def wait_for_saving(run: JournaledRun) -> None:
+    """Waits until the checkpoint that was begun is written or has failed. The caller does not hold the run's lock."""
+    if (saving := run.saving) is not None:
+        futures_wait([saving])
 
 
 def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
@@ -113,29 +123,27 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
         make_room(run, run.config.cluster.journal_gb * 1e9)
 
 
-def replays_from_the_start(run: JournaledRun) -> bool:
+def replays_from_the_start(folder: RunFolder) -> bool:
     """Whether the journal still reaches back to the first event. If so, the first checkpoint is kept too."""
-    assert run.folder is not None
-    paths = run.folder.checkpoints()
+    paths = folder.checkpoints()
     return not paths or paths[0].name == "arrival-00000000"
 
 
 def make_room(run: JournaledRun, budget_bytes: float) -> None:
-    """Begins to prune the journal to its budget, or leaves it for later. Only events that the newest checkpoints cover are
-    removed."""
+    """Leaves it to a thread to prune the journal to its budget. Only events that the newest checkpoints cover are removed."""
     assert run.folder is not None
+    run.slow_work.submit(_prune, run.folder, run.journal, budget_bytes)
+
+
+def _prune(folder: RunFolder, journal: Journal, budget_bytes: float) -> None:
     try:
-        paths = run.folder.checkpoints()
+        paths = folder.checkpoints()
         marks = [checkpoint.load_state(path, ServedState).journal for path in paths[-checkpoint.KEEP :]]
-        if marks and (surplus := run.journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
+        if marks and (surplus := journal.to_prune(min(marks, key=lambda mark: mark.number), budget_bytes)):
             for path in paths[: -checkpoint.KEEP]:
                 checkpoint.discard(path)
-            run.slow_work.submit(_remove, surplus)
+            for path in surplus:
+                with contextlib.suppress(OSError):  # what stays is removed next time
+                    path.unlink()
     except (OSError, UserError) as error:
         log.warning("Nothing could be removed from the journal: %s", error)
-
-
-def _remove(paths: list[Path]) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):  # what stays is removed next time
-            path.unlink()

@@ -4,6 +4,8 @@ a commit applies them once."""
 import contextlib
 import errno
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket, UploadState
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
@@ -82,13 +84,10 @@ class Contributions:
         raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
 
     def _apply(self, ticket: Ticket, key: RoundKey, report: ContributionReport, upload: Upload) -> Acknowledgement:
-        state = self.state
-        assert state.run is not None
-        state.run.readers.wait()  # without the lock, so that meanwhile rounds are handed out and bytes arrive
-        with state.recording() as run:
+        with self._recording_unread() as run:
             if ack := self._ack(ticket, key):
                 return ack
-            machine = self.rounds.holder_of(ticket, key)
+            machine, state = self.rounds.holder_of(ticket, key), self.state
             self._check_room_for_lines(run)
             prepare = lambda: self._prepare_start(run)  # noqa: E731
             ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, concurrent_work=prepare)
@@ -99,6 +98,20 @@ class Contributions:
             if run.is_finished:
                 state.end("finished", "all arrivals are in")
             return ack
+
+    @contextmanager
+    def _recording_unread(self) -> Iterator[JournaledRun]:
+        """Like `ServiceState.recording`, at a moment when nobody copies the outer state. It waits for that moment without the
+        lock, so that meanwhile rounds are handed out and bytes arrive."""
+        state = self.state
+        assert state.run is not None
+        while True:
+            state.run.readers.wait()
+            with state.lock:
+                if not state.run.readers.are_reading:
+                    with state.recording() as run:
+                        yield run
+                    return
 
     def _prepare_start(self, run: JournaledRun) -> None:
         """Writes the start of the next round, which will be fetched in a moment, unless another commit is under way. If

@@ -62,14 +62,19 @@ class Housekeeping:
             self.state.end("gave-up", f"{paused.text}, for more than {limit_s:g} s. {goes_on}")
 
     def save_if_due(self, *, wait: bool = False) -> None:
-        """Begins a checkpoint if one is due. `wait`: returns when it is written."""
-        state = self.state
-        with state.changed:
-            run = state.run
-            if run is not None:
-                self._try(lambda: checkpoints.finish_saving(run, wait=wait))
-                self._try(lambda: checkpoints.save_if_due(run))
-                self._try(lambda: checkpoints.finish_saving(run, wait=wait))
+        """Begins a checkpoint if one is due. `wait`: returns when it is written. It waits without the lock."""
+        run = self.state.run
+        if run is None:
+            return
+        if wait:
+            checkpoints.wait_for_saving(run)
+        with self.state.changed:
+            self._try(lambda: checkpoints.finish_saving(run))
+            self._try(lambda: checkpoints.save_if_due(run))
+        if wait:
+            checkpoints.wait_for_saving(run)
+            with self.state.changed:
+                self._try(lambda: checkpoints.finish_saving(run))
 
     def _try(self, save: Callable[[], None]) -> None:
         """Without room or descriptors only a checkpoint is missing: the journal has everything. After an fsync that failed,

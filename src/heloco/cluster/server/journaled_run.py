@@ -224,7 +224,7 @@ class JournaledRun:
 
     def _arrive(self, event: Receive, contribution: Contribution, concurrent_work: Callable[[], None]) -> Acknowledgement:
         self.time_s = event.time_s
-        self.readers.wait()
+        self.readers.wait()  # in a live run nobody reads any more (`Contributions`)
         arrival = self.synchronizer.receive(contribution)
         digest = self._background.submit(self.digest)
         concurrent_work()

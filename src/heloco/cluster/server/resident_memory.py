@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import mmap
 import sys
 from pathlib import Path
 
@@ -15,10 +14,6 @@ def return_free_memory() -> None:
     with contextlib.suppress(AttributeError):
         if _libc is not None:
             _libc.malloc_trim(0)
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def memory_of(pid: int) -> dict[str, int]:

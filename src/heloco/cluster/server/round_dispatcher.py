@@ -43,6 +43,8 @@ class RoundDispatcher:
     def _reason_to_wait(self, machine: Machine) -> Wait | None:
         state = self.state
         assert state.run is not None
+        if state.is_stopping:
+            return Wait(kind="paused", text="the run is being stopped")
         if state.paused and holds_back(state.paused, has_contributed=machine.id in state.run.participants()):
             return Wait(kind="paused", text=state.paused.text)
         if state.now_s < machine.rests_until_s:

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
+from msgspec import Struct, structs
 from torch import nn
 
 from heloco.cluster.server.evaluation_queue import NICENESS, Scorer
@@ -28,6 +28,22 @@ from heloco.wire.layout import Stored
 
 SCORED_HERE_BYTES = 64 << 20
 """A model up to this size is evaluated in a thread: another process would take longer to start than the evaluation."""
+
+
+class ScorerAnswer(Struct, frozen=True):
+    """What the process answers about one model. As JSON of the standard library, because scores may be NaN, which msgspec does
+    not write."""
+
+    scores: Scores = {}
+    error: str = ""
+    """Why there are no scores; empty if there are some."""
+
+    def encode(self) -> bytes:
+        return json.dumps(structs.asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, line: bytes) -> "ScorerAnswer":
+        return msgspec.convert(json.loads(line), cls)
 
 
 class ScorerHere:
@@ -72,19 +88,18 @@ class ScorerProcess:
         except OSError:  # it was killed, for example because memory was short: once more
             self._end()
             answer = self._ask(model)
-        if error := answer.get("error"):
-            raise UserError(str(error))
-        return msgspec.convert(answer["scores"], Scores)
+        if answer.error:
+            raise UserError(answer.error)
+        return answer.scores
 
-    def _ask(self, model: Path) -> dict[str, Any]:
+    def _ask(self, model: Path) -> ScorerAnswer:
         process = self._started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(msgspec.json.encode(str(model.resolve())) + b"\n")
         process.stdin.flush()
         if not (line := process.stdout.readline()):
             raise BrokenPipeError("the process that evaluates has ended")
-        answer: dict[str, Any] = json.loads(line)  # scores may be NaN, which msgspec does not read
-        return answer
+        return ScorerAnswer.decode(line)
 
     def _started(self) -> "subprocess.Popen[bytes]":
         with self._lock:
@@ -131,10 +146,10 @@ def main() -> None:
     score = ScorerHere(task, pick_device(config.run.device))
     for line in lines:
         try:
-            answer: dict[str, Any] = {"scores": score(Path(msgspec.json.decode(line, type=str)))}
+            answer = ScorerAnswer(scores=score(Path(msgspec.json.decode(line, type=str))))
         except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer).encode() + b"\n")
+            answer = ScorerAnswer(error=f"{type(error).__name__}: {error}")
+        answers.write(answer.encode())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import heloco
-from heloco.cluster.protocol.messages import RoundAnswer, RoundKey, RunInfo, Ticket
+from heloco.cluster.protocol.messages import RoundAnswer, RoundKey, RunInfo, Ticket, Wait
 from heloco.cluster.server.administration import Administration
 from heloco.cluster.server.contributions import Contributions
 from heloco.cluster.server.housekeeping import Housekeeping
@@ -105,3 +105,15 @@ class Service:
             self.models.drop()
             if self.state.run is not None:
                 self.state.run.close()
+
+
+def wait_for_round(service: Service, ticket: Ticket, wait_s: float, evaluates: bool = False) -> RoundAnswer:
+    """A round as soon as one is free, or after `wait_s` the reason why there is none."""
+    state = service.state
+    until_s = state.now_s + wait_s
+    with state.changed:
+        while True:
+            answer = service.next(ticket, evaluates=evaluates)
+            if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
+                return answer
+            state.changed.wait(min(left_s, 1.0))

@@ -38,6 +38,8 @@ class ServiceState:
         self.uploads = Uploads(folder)
         self.paused: Paused | None = None
         self.ended: Ended | None = None
+        self.is_stopping = False
+        """Whether a stop waits for its checkpoint. No round begins meanwhile."""
         self._clock = clock
         self._zero_s = clock()
 

@@ -8,7 +8,8 @@ class TensorReaders:
     """Counts who still reads the tensors of the outer state. Whoever changes them waits until nobody does.
 
     1. Under the run's lock a reader enters, and begins to copy the tensors in a thread.
-    2. The next outer step waits until the reader has left. Meanwhile everything else goes on.
+    2. The next outer step waits until the reader has left. Meanwhile everything else goes on, so it waits without the lock.
+    3. With the lock it looks again, because another reader may have entered before it got the lock.
     """
 
     def __init__(self) -> None:
@@ -28,6 +29,10 @@ class TensorReaders:
                     self._changed.notify_all()
 
         return leave
+
+    @property
+    def are_reading(self) -> bool:
+        return self._count > 0
 
     def wait(self) -> None:
         """Returns when nobody reads any more."""

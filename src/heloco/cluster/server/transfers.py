@@ -17,6 +17,7 @@ from heloco.errors import UserError
 from heloco.wire.layout import Layout, write
 
 INCOMING, ROUNDS = "incoming", "rounds"
+FINAL = "final.safetensors"
 LARGE_PIECE = 1 << 20
 """A piece of at least this many bytes is hashed in a thread while it is written."""
 
@@ -178,6 +179,7 @@ class SnapshotStore:
         self.folder = make_folder(run / ROUNDS)
         self.layout = layout
         self._digests: dict[int, str] = {}
+        self._has_final = False
         self._spare: Path | None = None
         """A file that is no longer needed. Overwriting it is several times as fast as making a new one."""
 
@@ -191,9 +193,11 @@ class SnapshotStore:
         return self._digests[version]
 
     def write_final(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes the outer model of a run that has ended. `keep_only` removes the file if the run is resumed."""
-        path = self.folder / "final.safetensors"
-        self._write(path, tensors)
+        """Writes the outer model of a run that has ended, once. `keep_only` removes the file if the run is resumed."""
+        path = self.folder / FINAL
+        if not self._has_final or not path.is_file():
+            self._write(path, tensors)
+            self._has_final = True
         return path
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
@@ -233,7 +237,7 @@ class SnapshotStore:
                 continue
             if is_version and self._spare is None:
                 self._spare = path.rename(self.folder / "spare")
-            elif is_version or path.name in ("spare", "final.safetensors") or path.suffix == ".partial":
+            elif is_version or path.name in ("spare", FINAL) or path.suffix == ".partial":
                 path.unlink(missing_ok=True)
 
 

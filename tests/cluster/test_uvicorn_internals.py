@@ -1,8 +1,12 @@
-"""What `gateway/uvicorn_http.py` uses of uvicorn and does not find in its documentation. Where one of these fails, a new version
-of uvicorn has other names or another order: that module has to follow, before anything else is looked at."""
+"""What `heloco/uvicorn_internals.py` uses of uvicorn and does not find in its documentation. Where one of these fails, a new
+version of uvicorn has other names or another order: that module has to follow, before anything else is looked at."""
 
 import asyncio
 import inspect
+import re
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,7 +17,8 @@ pytest.importorskip("httptools", reason="httptools is not installed")
 from uvicorn.protocols.http import httptools_impl  # noqa: E402
 from uvicorn.server import ServerState  # noqa: E402
 
-from heloco.cluster.gateway.uvicorn_http import Http, Server  # noqa: E402
+from heloco.uvicorn_internals import EndingServer, Http, OwnListener  # noqa: E402
+from support.repository import REPOSITORY  # noqa: E402
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
@@ -116,13 +121,14 @@ def test_what_is_no_http_and_the_servers_end_are_the_owners_business():
 
 
 def test_the_server_calls_what_is_overridden():
-    assert list(inspect.signature(uvicorn.Server.startup).parameters) == ["self", "sockets"]
+    for overridden in (uvicorn.Server.startup, uvicorn.Server.shutdown):
+        assert list(inspect.signature(overridden).parameters) == ["self", "sockets"]
     assert inspect.signature(httptools_impl.HttpToolsProtocol.__init__).parameters.keys() >= {
         "config", "server_state", "app_state",
     }  # fmt: skip
     source = inspect.getsource(uvicorn.Server)
     for used in ("self.lifespan = ", "await self.startup(", "self.server_state", "server.close()", "await server.wait_closed()",
-                 "self.started", "connection.shutdown()"):  # fmt: skip
+                 "self.started", "connection.shutdown()", "await self.shutdown(", "if self.should_exit:"):  # fmt: skip
         assert used in source, used
 
 
@@ -146,9 +152,61 @@ def test_a_server_starts_with_a_listener_of_ours_and_closes_it():
     def open_listener(make_http: Any) -> Listening:
         assert isinstance(make_http(Owner()), Http)
         happened.append("opened")
-        server.should_exit = True
+        server.end_soon()
         return Listening()
 
-    server = Server(uvicorn.Config(lifespan, lifespan="on", log_config=None), open_listener)
+    server = OwnListener(uvicorn.Config(lifespan, lifespan="on", log_config=None), open_listener)
     asyncio.run(server.serve())
     assert happened == ["startup", "opened", "closed", "waited", "shutdown"]
+
+
+def test_a_server_says_that_it_ends_before_it_waits_for_open_streams():
+    """The stream would otherwise go on for ever, and be cancelled after the time limit with a traceback."""
+    over, happened = asyncio.Event(), list[str]()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await over.wait()
+        await send({"type": "http.response.body", "body": b""})
+        happened.append("the stream ended")
+
+    def before_end() -> None:
+        happened.append("it ends")
+        over.set()
+
+    async def run() -> None:
+        listening = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(stream, lifespan="off", log_config=None, timeout_graceful_shutdown=30)
+        server = EndingServer(config, before_end)
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        server.should_exit = True
+        await serving
+        writer.close()
+
+    asyncio.run(run())
+    assert happened == ["it ends", "the stream ended"]
+
+
+def test_what_uvicorn_imports_when_a_server_starts_is_imported_before():
+    """A child that `heloco serve` forks then shares it with its parent."""
+    code = """
+import sys, uvicorn
+from heloco.cluster.gateway.connection import fastest_loop
+before = set(sys.modules)
+config = uvicorn.Config(print, loop=fastest_loop(), ws="none", lifespan="on", log_config=None)
+config.load()
+config.get_loop_factory()
+print(*(name for name in set(sys.modules) - before if name.startswith("uvicorn")))
+"""
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == []
+
+
+def test_nothing_else_of_the_package_uses_uvicorns_insides():
+    inside = re.compile(r"from uvicorn|uvicorn\.(?!Config\b|Server\(|$)[A-Za-z]|\(uvicorn\.Server\):|should_exit|force_exit")
+    source = REPOSITORY / "src" / "heloco"
+    users = {path.name for path in source.rglob("*.py") if inside.search(path.read_text())}
+    assert users == {"uvicorn_internals.py"}

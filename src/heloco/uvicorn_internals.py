@@ -1,18 +1,29 @@
-"""All that is used of uvicorn beyond its documentation: its protocol for one connection, and how its
-server starts.
+"""All that is used of uvicorn beyond its documentation, with the reason for each. Tried with uvicorn 0.54, which is why later
+versions are excluded. `tests/cluster/test_uvicorn_internals.py` fails when a new version has other names.
 
-uvicorn has no way to count connections before TLS, to refuse a second request on a connection that
-is still answering the first, or to answer in our own words what is no HTTP.
-`tests/cluster/test_uvicorn_http.py` fails when a new version has other names.
+Http           the protocol of one connection. uvicorn has no way to refuse a second request on a connection that is still
+               answering the first, or to answer in our own words what is no HTTP.
+OwnListener    a server with a listener of ours. uvicorn has no way to count connections before TLS.
+EndingServer   a server that says when it ends. Otherwise uvicorn cancels the streams of open pages, with a traceback for each.
+should_exit    makes a server in another thread end. There is no documented way.
+The modules    that uvicorn imports when a server starts are imported here, so that a process that is forked later has them.
 """
 
+import contextlib
+import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import uvicorn
+import uvicorn.lifespan.on
+import uvicorn.protocols.http.auto
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from heloco.cluster.gateway.admission import App, Receive, Scope, Send
+with contextlib.suppress(ImportError):  # uvloop is not for every system
+    import uvicorn.loops.uvloop
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Pipelined(Exception):
@@ -22,7 +33,7 @@ class Pipelined(Exception):
 class Owner(Protocol):
     """The part of a connection that uvicorn's protocol calls."""
 
-    async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None: ...
+    async def serve(self, app: "ASGIApp", scope: "Scope", receive: "Receive", send: "Send") -> None: ...
     def refuse(self, *, pipelined: bool) -> None:
         """Answers bytes that are not a valid request, and closes the connection."""
 
@@ -87,7 +98,19 @@ class Listening(Protocol):
     async def wait_closed(self) -> None: ...
 
 
-class Server(uvicorn.Server):
+class EndingServer(uvicorn.Server):
+    """uvicorn's server, which calls `before_end` before it waits for open connections."""
+
+    def __init__(self, config: uvicorn.Config, before_end: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._before_end = before_end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._before_end()
+        await super().shutdown(sockets)
+
+
+class OwnListener(uvicorn.Server):
     """uvicorn's server with our own listener. `open_listener` is called in the server's loop, with a
     function that makes the protocol of a connection."""
 
@@ -101,6 +124,10 @@ class Server(uvicorn.Server):
             raise RuntimeError("the application did not start")
         self.servers: list[Any] = [self._open_listener(self._make_http)]
         self.started = True
+
+    def end_soon(self) -> None:
+        """Makes the server end. May be called from any thread."""
+        self.should_exit = True
 
     def _make_http(self, owner: Owner) -> Http:
         return Http(self.config, self.server_state, self.lifespan.state, owner)

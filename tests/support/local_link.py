@@ -1,4 +1,4 @@
-"""A link to a service in the same process."""
+"""A link to a service in the same process, without a network."""
 
 from collections.abc import Mapping
 
@@ -19,9 +19,8 @@ from heloco.cluster.protocol.messages import (
     RoundKey,
     RunInfo,
     Ticket,
-    Wait,
 )
-from heloco.cluster.server.service import Service
+from heloco.cluster.server.service import Service, wait_for_round
 from heloco.wire.layout import Layout, pieces_after, view
 
 
@@ -86,13 +85,3 @@ class LocalLink:
         """There is nothing to close."""
 
 
-def wait_for_round(service: Service, ticket: Ticket, wait_s: float, evaluates: bool = False) -> RoundAnswer:
-    """A round as soon as one is free, or after `wait_s` the reason why there is none."""
-    state = service.state
-    until_s = state.now_s + wait_s
-    with state.changed:
-        while True:
-            answer = service.next(ticket, evaluates=evaluates)
-            if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
-                return answer
-            state.changed.wait(min(left_s, 1.0))
