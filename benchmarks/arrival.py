@@ -222,7 +222,7 @@ def main() -> None:
         blocks = blocks_of(name)
         for kind in arguments.links:
             results.append(row(name, kind, blocks, arguments.arrivals, arguments.folder))
-            print(shown(results[-1]), flush=True)
+            print(row_text(results[-1]), flush=True)
     if arguments.out:
         arguments.out.write_text(
             json.dumps({"results": results, "python": sys.version.split()[0], "torch": torch.__version__}, indent=1)
@@ -251,7 +251,7 @@ def row(name: str, kind: str, blocks: dict[str, Tensor], arrivals: int, disk: Pa
     return {"model": name, "link": kind, **measurement, "floor": least, "floor_with_link_s": with_link, **ratios}
 
 
-def shown(row: dict[str, Any]) -> str:
+def row_text(row: dict[str, Any]) -> str:
     def ms(seconds: float) -> str:
         return f"{seconds * 1e3:7.1f}ms"
 

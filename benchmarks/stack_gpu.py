@@ -40,7 +40,7 @@ def zipf_task(sources: int = 5, tokens: int = 1_000_000) -> LanguageTask:
 
     zipf_sources = tuple(Source(f"zipf-{i}", text(tokens), text(20_000), tokens, 80_000, 1, 1) for i in range(sources))
     corpus = Corpus(zipf_sources, "none", model.vocab_size, 0, "zipf")
-    shards = split(corpus, how="source", context=model.context)
+    shards = split(corpus, scheme="source", context=model.context)
     return LanguageTask(corpus, shards, model, context=model.context, seed=0, eval_windows=128)
 
 

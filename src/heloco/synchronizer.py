@@ -22,7 +22,7 @@ from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.windows import Release
-from heloco.policy import Choose, Drop, Judgement, NormGuard, NormHistory, Standing, Weight
+from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, NormHistory, Weight
 from heloco.policy.norms import KEPT
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
 from heloco.rulings import Judgements, Ruling, TooLarge
@@ -128,9 +128,9 @@ class Synchronizer:
 
     # ---- receive
 
-    def _standing(self, worker: int, staleness: int) -> Standing:
-        own_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
-        return Standing(staleness, own_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
+    def _arrival_counts(self, worker: int, staleness: int) -> ArrivalCounts:
+        worker_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
+        return ArrivalCounts(staleness, worker_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
 
     def receive(self, contribution: Contribution) -> Arrival:
         worker = contribution.worker
@@ -141,7 +141,7 @@ class Synchronizer:
                 f"but holds {'none' if held is None else f'round {held.index} of version {held.version}'}."
             )
         staleness = self.outer_step - held.version
-        weight = self.weight(self._standing(worker, staleness))
+        weight = self.weight(self._arrival_counts(worker, staleness))
         ruling = self._rule_on(contribution, held, weight)
         if ruling.verdict == "refused":
             return self._refuse(held, staleness, ruling)
@@ -161,8 +161,8 @@ class Synchronizer:
 
     def _step_share(self, worker: int) -> float:
         """The arriving worker's part of all inner steps, counted as if each worker had handed in one more round."""
-        own = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
-        return own / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
+        worker_steps = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
+        return worker_steps / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
 
     def _refuse(self, held: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
         self.abandon(held.worker)
@@ -189,7 +189,7 @@ class Synchronizer:
     def _apply(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         staleness = self.outer_step - held.version
         decision = self.drop(staleness)
-        stale = f"staleness {staleness} is above {self.drop.above}"
+        stale = f"staleness {staleness} is above {self.drop.max_staleness}"
         if decision == "skip":
             return Ruling("skipped", "stale", stale)
         ruling = Ruling("applied") if decision == "apply" else Ruling("zeroed", "stale", stale)
@@ -370,9 +370,9 @@ def _as_tensor(history: NormHistory) -> Tensor:
     """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
     rows = history.rows()
     table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
-    for worker, of_worker in enumerate(rows):
-        if of_worker:
-            table[worker, : len(of_worker)] = torch.tensor(of_worker, dtype=torch.float64)
+    for worker, worker_rows in enumerate(rows):
+        if worker_rows:
+            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
     return table
 
 
@@ -380,7 +380,7 @@ def _history(table: Tensor | None, template: NormHistory) -> NormHistory:
     """The history in a checkpoint; empty if that was written without a guard."""
     history = NormHistory(len(template.rows()), template.sizes)
     if table is not None:
-        history.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
+        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
     return history
 
 

@@ -22,8 +22,8 @@ FILES = sorted(path for path in TESTS.rglob("*.py") if "__pycache__" not in path
 
 
 def is_private(name: str) -> bool:
-    of_named_tuples = ("_replace", "_asdict")
-    return name.startswith("_") and not name.startswith("__") and name not in ("_", *of_named_tuples)
+    named_tuple_methods = ("_replace", "_asdict")
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", *named_tuple_methods)
 
 
 def private_names() -> set[str]:

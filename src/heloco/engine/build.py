@@ -52,7 +52,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
         progress=progress,
     )
     how_many = len(corpus.sources) if data.split == "source" else len(config.rounds.paces)
-    shards = split(corpus, how=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
+    shards = split(corpus, scheme=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
     if hf is None:
         model = replace(model, vocab_size=model.vocab_size or corpus.vocab_size)
     architecture = hf or gpt_config(model)

@@ -104,11 +104,11 @@ class Simulation:
         return None
 
     def _start(self, worker: int) -> None:
-        handed = self.synchronizer.dispatch(worker)
-        handed.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
-        self._rounds[worker] = handed
+        worker_round = self.synchronizer.dispatch(worker)
+        worker_round.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
+        self._rounds[worker] = worker_round
         self.started_ns[worker] = self.now_ns
-        heapq.heappush(self._events, (self.now_ns + handed.inner_steps * self._pace_ns[worker], ARRIVE, worker))
+        heapq.heappush(self._events, (self.now_ns + worker_round.inner_steps * self._pace_ns[worker], ARRIVE, worker))
 
     def _arrive(self, worker: int) -> tuple[Arrival, Contribution]:
         contribution = self._results.pop(worker)

@@ -57,9 +57,9 @@ class Job:
         return kind_of(self.options)
 
     def learning_rates(self) -> list[float]:
-        handed = self.round
-        base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
-        return [learning_rate(self.options, base + h) for h in range(handed.inner_steps)]
+        worker_round = self.round
+        base = worker_round.shard_steps if self.options.lr_position == "shard" else worker_round.run_steps
+        return [learning_rate(self.options, base + h) for h in range(worker_round.inner_steps)]
 
     def batches(self) -> Any:
         """All batches of the round, samples along the first dimension."""

@@ -56,9 +56,9 @@ class DelayKnobs(MomentumKnobs, total=False):
 CORRECTION = declared_knobs(CorrectionKnobs)
 
 
-def correction_constants(given: Mapping[str, Any]) -> SimpleNamespace:
-    """The correction's constants, checked; `given` replaces defaults."""
-    constants = SimpleNamespace(**filled(CORRECTION, given))
+def correction_constants(values: Mapping[str, Any]) -> SimpleNamespace:
+    """The correction's constants, checked; `values` replace defaults."""
+    constants = SimpleNamespace(**filled(CORRECTION, values))
     if not constants.c_bad < max(constants.c_ok, 0):
         raise ValueError(f"c_ok is {constants.c_ok!r} and c_bad {constants.c_bad!r}: c_bad must be below c_ok.")
     return constants

@@ -203,7 +203,7 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
     import uvicorn
 
     page = Page(lambda: runs)
-    own = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
+    app = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -211,6 +211,6 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
             await super().shutdown(sockets)
 
     listening = listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    began(f"http://{shown}:{listening.getsockname()[1]}")
-    Server(uvicorn.Config(own, log_level="warning", timeout_graceful_shutdown=1)).run(sockets=[listening])
+    url_host = f"[{host}]" if ":" in host else host
+    began(f"http://{url_host}:{listening.getsockname()[1]}")
+    Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1)).run(sockets=[listening])

@@ -228,9 +228,9 @@ def weight_options(config: OuterConfig) -> Settings:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     knobs = weight_knobs(weight)
-    given = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
-    given |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
-    options = {name.removeprefix("weight_"): value for name, value in given.items()}
+    settings = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
+    settings |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    options = {name.removeprefix("weight_"): value for name, value in settings.items()}
     for name in options:
         if name not in knobs:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
@@ -274,17 +274,17 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _resolve_outer(config: OuterConfig, workers: int) -> OuterConfig:
-    method, given = get_method(config.method), outer_knobs(config)
+    method, chosen_knobs = get_method(config.method), outer_knobs(config)
     Drop(config.drop, config.drop_above)
     make_guard(config.norm_limit, config.norm_policy)
     weight_options(config)
-    method.check(given)
-    knobs = {**method.knobs(), **given}
-    if "delay" in knobs and "delay" not in given:
+    method.check(chosen_knobs)
+    knobs = {**method.knobs(), **chosen_knobs}
+    if "delay" in knobs and "delay" not in chosen_knobs:
         knobs["delay"] = workers
-    of_weight = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
-    of_rule = {knob_setting(name): value for name, value in knobs.items()}
-    return replace(config, weight=config.weight or method.weight, knobs={**of_rule, **of_weight})
+    weight_settings = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    rule_settings = {knob_setting(name): value for name, value in knobs.items()}
+    return replace(config, weight=config.weight or method.weight, knobs={**rule_settings, **weight_settings})
 
 
 def _check_cluster(config: ClusterConfig) -> None:
