@@ -22,6 +22,7 @@ class Knob:
 
     @property
     def choices(self) -> tuple[Any, ...]:
+        """The values to choose from; empty if the knob is a number or a switch."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def check(self, value: Any) -> None:

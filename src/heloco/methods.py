@@ -43,6 +43,7 @@ class Method:
             raise UserError(f"{self.name}: {error}") from error
 
     def check(self, overrides: Iterable[str]) -> None:
+        """Refuses names that are no knob of this method."""
         knobs = self.knobs()
         for name in overrides:
             if name not in knobs:

@@ -73,6 +73,7 @@ class Synchronizer:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """θ: the outer parameters, in the order of the outer rule's groups."""
         return [] if self.outer is None else [p for group in self.outer.param_groups for p in group["params"]]
 
     @property
@@ -82,6 +83,7 @@ class Synchronizer:
 
     @property
     def theta_bytes(self) -> int:
+        """The size of θ as the outer rule keeps it: at least 4 bytes per parameter."""
         return sum(p.numel() * max(4, p.element_size()) for p in self.parameters)
 
     @property
@@ -133,6 +135,10 @@ class Synchronizer:
         return ArrivalCounts(staleness, worker_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
 
     def receive(self, contribution: Contribution) -> Arrival:
+        """Applies, drops or refuses the contribution of a worker that holds a round, and says what became of it.
+
+        A refused contribution changes nothing but the books: its data goes back to the ledger. Raises ValueError if the worker
+        does not hold this round."""
         worker = contribution.worker
         held = self.held.get(worker)
         if held is None or (held.index, held.version) != (contribution.index, contribution.version):

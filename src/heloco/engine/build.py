@@ -79,6 +79,8 @@ def _absolute(name: str) -> str:
 
 @dataclass(frozen=True)
 class Parts:
+    """The objects of one run, built from its config."""
+
     task: Task
     config: RunConfig
     model: nn.Module

@@ -51,9 +51,16 @@ class PlannedRun:
 
 
 class Watcher(Protocol):
-    def progressed(self, steps_done: int, steps_total: int) -> None: ...
-    def finished(self, key: str, collected: Collector) -> None: ...
-    def diverged(self, key: str, reason: str, collected: Collector) -> None: ...
+    """Is told how far the runs of a fleet are, and gets the records of each run that ends."""
+
+    def progressed(self, steps_done: int, steps_total: int) -> None:
+        """Called after each wave with the inner steps that are done and those of all runs."""
+
+    def finished(self, key: str, collected: Collector) -> None:
+        """Called with the tape and evaluations of a run that reached its last arrival."""
+
+    def diverged(self, key: str, reason: str, collected: Collector) -> None:
+        """Called with what there is of a run that was stopped because its numbers are not finite."""
 
 
 def run_fleet(
@@ -117,6 +124,8 @@ Wave = list[tuple[_Member, Round]]
 
 
 class Fleet:
+    """Carries out many runs on one device. `run_fleet` is the usual way to use it."""
+
     def __init__(
         self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]
     ) -> None:

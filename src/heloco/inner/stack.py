@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class Stack:
+    """At most `size` rounds as one model with a leading dimension: `load`, `begin`, and then `contributions`."""
+
     def __init__(
         self, model: nn.Module, loss: StackedLoss, options: InnerOptions, size: int, steps: int, device: torch.device
     ) -> None:
@@ -195,6 +197,7 @@ class Stack:
 
     @torch.no_grad()
     def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
+        """Waits for the steps to end, and returns the result of each round."""
         self._wait()
         traces = self.losses.T.tolist()
         idle = self._idle_factors(jobs) if self.table else None

@@ -19,6 +19,8 @@ class MomentumKnobs(TypedDict, total=False):
 
 
 class LookaheadKnobs(MomentumKnobs, total=False):
+    """The constants of rules whose workers can start from the look-ahead model."""
+
     lookahead: Annotated[bool, Knob(False, "Whether workers start from θ − ημm instead of θ.")]
 
 
@@ -47,6 +49,8 @@ class HeLoCoKnobs(LookaheadKnobs, CorrectionKnobs, total=False):
 
 
 class DelayKnobs(MomentumKnobs, total=False):
+    """The constants of delayed Nesterov."""
+
     delay: Annotated[
         int, Knob(5, "N: the momentum moves at every N-th arrival. Methods set it to the number of workers.", "[1, ∞)")
     ]

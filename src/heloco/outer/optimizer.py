@@ -105,6 +105,7 @@ class OuterOptimizer(Optimizer):
         self.movements = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, as torch does. Refuses knobs out of range and parameters that cannot be trained."""
         self._check({**self.defaults, **param_group})
         _plain_add_param_group(self, param_group)
         try:
@@ -304,6 +305,7 @@ class OuterOptimizer(Optimizer):
         return momentum
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """Loads a saved state, as torch does, but keeps the momentum of half-precision models in float32."""
         super().load_state_dict(state_dict)
         # torch casts loaded state to the parameter's dtype; the momentum of a half-precision model is float32 and stays so
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

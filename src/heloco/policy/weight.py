@@ -25,6 +25,8 @@ class ArrivalCounts(NamedTuple):
 
 
 class Weight(Protocol):
+    """A function from the counts of an arrival to ρ, its weight."""
+
     def __call__(self, counts: ArrivalCounts) -> float: ...
 
 

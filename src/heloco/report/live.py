@@ -206,6 +206,8 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
     app = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
 
     class Server(uvicorn.Server):
+        """A uvicorn server that ends the streams of open pages before it shuts down."""
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             page.end()  # else uvicorn cancels the streams of open pages, and prints a traceback for each
             await super().shutdown(sockets)

@@ -23,6 +23,8 @@ BuildTask = Callable[[RunConfig], tuple[Task, RunConfig]]
 
 @dataclass(frozen=True)
 class Plan:
+    """The runs that a study needs, and the places of its grid that each of them fills."""
+
     study: Study
     scale: str
     places: list[Place]

@@ -76,6 +76,8 @@ class PlacedRun:
 
 
 class Results:
+    """The runs of a study by row, method and seed, with the statistics that tables and figures show."""
+
     def __init__(self, study: Study, scale: str, filled: Sequence[tuple[Place, RunRecord]]) -> None:
         self.study = study
         self.scale = scale

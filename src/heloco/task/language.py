@@ -36,6 +36,8 @@ class Architecture(Protocol):
 
 
 class LanguageTask:
+    """Predicts the next token. The shards are parts of a prepared corpus, and the validation text is evaluated by source."""
+
     unit = "tokens"
 
     def __init__(

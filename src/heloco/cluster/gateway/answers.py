@@ -29,6 +29,8 @@ STATUS = {
 
 
 class RefusalBody(Struct, omit_defaults=True):
+    """The JSON body of a refused request."""
+
     code: str
     text: str
     size: int | None = None

@@ -19,6 +19,8 @@ RECENT_S = 10.0
 
 
 class Administration:
+    """What people ask of the service: its status, its files, and its end."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher) -> None:
         self.state, self.rounds = state, rounds
         self._last_status: Status | None = None

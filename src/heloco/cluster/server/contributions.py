@@ -23,6 +23,8 @@ from heloco.wire.layout import map_tensors
 
 
 class Contributions:
+    """Takes in the bytes of contributions, checks them, and has each applied exactly once."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership) -> None:
         self.state, self.rounds, self.members = state, rounds, members
 

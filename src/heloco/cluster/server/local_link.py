@@ -26,6 +26,8 @@ from heloco.wire.layout import Layout, pieces, view
 
 
 class LocalLink:
+    """A `Link` that calls the service directly, for workers in its process."""
+
     def __init__(self, service: Service) -> None:
         self.address = "this process"
         self.service = service

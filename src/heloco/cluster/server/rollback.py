@@ -30,6 +30,8 @@ COPIED = (CONFIG, META, "run-id", "credentials")
 
 @dataclass(frozen=True)
 class RollbackResult:
+    """What a rollback did: the arrivals before and after, and what was left out."""
+
     arrivals: int
     """Arrivals of the run now."""
     arrivals_before: int

@@ -19,6 +19,8 @@ WORKER_COLOURS = (
 
 @dataclass
 class Series:
+    """One colour of bars, with a value for each category."""
+
     label: str
     values: Values
     """One per category."""
@@ -70,6 +72,8 @@ Content = Figure | Bars | Spans | Heat
 
 @dataclass
 class View:
+    """One of the drawings that a chart can show."""
+
     label: str
     content: Content
     notes: list[str] = field(default_factory=list)
@@ -78,6 +82,8 @@ class View:
 
 @dataclass
 class Chart:
+    """A chart of the page: its title, a sentence about it, and the drawings that a reader can choose from."""
+
     name: str
     title: str
     about: str

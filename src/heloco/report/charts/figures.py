@@ -27,6 +27,8 @@ SETTLING = 0.25
 
 @dataclass
 class Line:
+    """A curve: its points, an optional band around them, and its look."""
+
     label: str
     x: Sequence[float]
     y: Values
@@ -59,6 +61,8 @@ class Line:
 
 @dataclass
 class Panel:
+    """Lines that share two axes."""
+
     title: str
     lines: list[Line]
     x_label: str
@@ -69,6 +73,8 @@ class Panel:
 
 @dataclass
 class Figure:
+    """Panels side by side with one title and one caption."""
+
     name: str
     """Of its files, without ending."""
     title: str
