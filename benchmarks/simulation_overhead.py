@@ -75,7 +75,7 @@ def main() -> None:
             bare.seconds, began = 0.0, time.perf_counter()
             while (arrived := run.simulation.advance()) is None:
                 run.simulation.give(run.inner.run([run.simulation.next_needed()])[0])
-            run._take_in(*arrived)
+            run.take_in(*arrived)
             rounds.append((time.perf_counter() - began - bare.seconds, bare.seconds))
         run.folder.close()
     rounds = rounds[1:]  # the first warms up

@@ -152,7 +152,7 @@ def register_method(
             return theta - lr * rho * delta, m
 
         heloco.register_method("descent", descent)
-        heloco.simulate(method="descent", lr=…)
+        heloco.simulate(method="descent", outer_lr=…)
 
     Its parameters with defaults are the rule's knobs: settings and flags like those of the built-in rules. Other processes
     (`heloco train`, `serve`, studies) find rules of installed packages, under the entry point group `heloco.methods`.

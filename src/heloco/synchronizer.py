@@ -26,6 +26,7 @@ from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, Nor
 from heloco.policy.norms import KEPT
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
 from heloco.rulings import Judgements, Ruling, TooLarge
+from heloco.wire import blocks
 
 __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Verdict"]
 
@@ -116,11 +117,11 @@ class Synchronizer:
         """The start of the current version, in the order of these names (parameter.0, …, buffer.0, …). Large parameters come in
         flat slices, so that there is no second model in memory."""
         for name in names:
-            kind, _, number = name.partition(".")
-            if kind == "buffer":
-                yield self.buffers[int(number)]
+            kind, number = blocks.parse_block_name(name)
+            if kind == blocks.BUFFER:
+                yield self.buffers[number]
             elif self.outer is not None:
-                yield from self.outer.lookahead_of(int(number))
+                yield from self.outer.lookahead_of(number)
 
     def abandon(self, worker: int) -> None:
         """Gives up the worker's round. Its data goes back to the ledger."""
@@ -320,10 +321,8 @@ class Synchronizer:
         if self.guard.is_on:
             tensors |= {"norms": _as_tensor(self.norms), "distances": _as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
-            tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
-        for i, state in enumerate(self._outer_states()):
-            tensors |= {f"outer.{i}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        return tensors
+            tensors |= blocks.name_blocks(kind, group)
+        return tensors | blocks.name_outer_states(self._outer_states())
 
     def _outer_states(self) -> list[dict[str, Any]]:
         """What the outer rule keeps, by block."""
@@ -339,33 +338,29 @@ class Synchronizer:
         self.held = {held.worker: held for held in books.held}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        names_by_block: dict[int, list[str]] = {}
-        for name in tensors:
-            if name.startswith("outer."):
-                names_by_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
 
-        def tensors_of(kind: str) -> list[Tensor]:
-            count = sum(1 for name in tensors if name.startswith(f"{kind}."))
-            return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
+        def copies_of(kind: str) -> list[Tensor]:
+            return [tensor.to(device, copy=True) for tensor in blocks.blocks_of(kind, tensors)]
 
-        self.buffers, self._barrier.sums = tensors_of("buffer"), tensors_of("gathered")
-        self._barrier.buffers = tensors_of("gathered_buffer")
+        self.buffers, self._barrier.sums = copies_of(blocks.BUFFER), copies_of(blocks.GATHERED)
+        self._barrier.buffers = copies_of(blocks.GATHERED_BUFFER)
         self.norms = _history(tensors.get("norms"), self.norms)
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
+        outer_states = blocks.outer_states_of(tensors)
         with torch.no_grad():
             for i, (p, plain) in enumerate(zip(self.parameters, books.outer, strict=True)):
-                p.copy_(tensors[f"parameter.{i}"])
+                p.copy_(tensors[blocks.block_name(blocks.PARAMETER, i)])
                 assert self.outer is not None
-                outer_state = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in names_by_block.get(i, ())}
+                outer_state = {name: tensor.to(p.device, copy=True) for name, tensor in outer_states.get(i, {}).items()}
                 self.outer.state[p] = {**outer_state, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:
         return {
-            "parameter": [p.detach() for p in self.parameters],
-            "buffer": self.buffers,
-            "gathered": self._barrier.sums,
-            "gathered_buffer": self._barrier.buffers,
+            blocks.PARAMETER: [p.detach() for p in self.parameters],
+            blocks.BUFFER: self.buffers,
+            blocks.GATHERED: self._barrier.sums,
+            blocks.GATHERED_BUFFER: self._barrier.buffers,
         }
 
 

@@ -18,6 +18,7 @@ from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
 from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
 from heloco.task import BUILT_IN_TASKS, TASKS, Task
+from heloco.wire.blocks import name_start
 
 HF_CONTEXT = 128
 """Tokens per sample of a Hugging Face model where nothing is said: the paper's, and not the thousands that it may be made for."""
@@ -128,12 +129,11 @@ def _weight(config: RunConfig) -> Weight:
 def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """The task's model with a checkpoint's outer parameters and buffers."""
     model = task.build_model().to(device)
-    for kind, ours in (("parameter", model.parameters()), ("buffer", model.buffers())):
-        for i, tensor in enumerate(ours):
-            saved_tensor = tensors.get(f"{kind}.{i}")
-            if saved_tensor is None or saved_tensor.shape != tensor.shape:
-                raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
-            tensor.copy_(saved_tensor)
+    for name, tensor in name_start(model.parameters(), model.buffers()).items():
+        saved_tensor = tensors.get(name)
+        if saved_tensor is None or saved_tensor.shape != tensor.shape:
+            raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
+        tensor.copy_(saved_tensor)
     return model
 
 

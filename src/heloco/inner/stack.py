@@ -167,7 +167,8 @@ class Stack:
             end: torch.cuda.Event = second_stream.record_event()
         return end
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Returns when the steps that were begun are done."""
         if self._end is not None:
             self._end.result().synchronize()
             self._end = None
@@ -198,7 +199,7 @@ class Stack:
     @torch.no_grad()
     def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
         """Waits for the steps to end, and returns the result of each round."""
-        self._wait()
+        self.wait()
         traces = self.losses.T.tolist()
         idle = self._idle_factors(jobs) if self.table else None
         each = zip(jobs, traces, data, strict=False)
