@@ -34,6 +34,7 @@ from heloco.disk import write_all
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task.gpt import TinyGPT, preset
+from heloco.wire.blocks import PARAMETER, PSEUDO_GRADIENT, name_blocks
 from heloco.wire.layout import Layout, pieces
 
 MODELS = {"1m": "1m", "15m": "paper", "124m": "124m", "1b": "124m"}
@@ -44,9 +45,9 @@ def blocks_of(name: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = TinyGPT(preset(MODELS[name], **size))
     if name == "1b":  # zeros that nobody touches take no memory here
-        return {f"parameter.{i}": torch.zeros(p.shape) for i, p in enumerate(model.parameters())}
+        return name_blocks(PARAMETER, [torch.zeros(p.shape) for p in model.parameters()])
     numbers = torch.Generator().manual_seed(0)
-    return {f"parameter.{i}": torch.randn(p.shape, generator=numbers) * 0.02 for i, p in enumerate(model.parameters())}
+    return name_blocks(PARAMETER, [torch.randn(p.shape, generator=numbers) * 0.02 for p in model.parameters()])
 
 
 def config(workers: int) -> RunConfig:
@@ -179,7 +180,7 @@ def measured(link: Any, pid: int, blocks: dict[str, Tensor], arrivals: int) -> d
     contribution = Layout.from_json(joined.contribution_layout)
     small = len(blocks) < 200
     delta = {
-        name.replace("parameter", "pseudo_gradient"): torch.randn_like(t) * 1e-3 if small else torch.zeros_like(t)
+        name.replace(PARAMETER, PSEUDO_GRADIENT): torch.randn_like(t) * 1e-3 if small else torch.zeros_like(t)
         for name, t in blocks.items()
     }
     answer = link.next_round(ticket, 5.0)
@@ -222,7 +223,7 @@ def main() -> None:
         blocks = blocks_of(name)
         for kind in arguments.links:
             results.append(row(name, kind, blocks, arguments.arrivals, arguments.folder))
-            print(shown(results[-1]), flush=True)
+            print(row_text(results[-1]), flush=True)
     if arguments.out:
         arguments.out.write_text(
             json.dumps({"results": results, "python": sys.version.split()[0], "torch": torch.__version__}, indent=1)
@@ -251,7 +252,7 @@ def row(name: str, kind: str, blocks: dict[str, Tensor], arrivals: int, disk: Pa
     return {"model": name, "link": kind, **measurement, "floor": least, "floor_with_link_s": with_link, **ratios}
 
 
-def shown(row: dict[str, Any]) -> str:
+def row_text(row: dict[str, Any]) -> str:
     def ms(seconds: float) -> str:
         return f"{seconds * 1e3:7.1f}ms"
 

@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from heloco.engine.build import build_task, pick_device
-from heloco.engine.fleet import Fleet, Planned, host_work_first, make_member
+from heloco.engine.fleet import Fleet, PlannedRun, host_work_first, make_member
 from heloco.engine.local import Collector, StopRequested
 from heloco.study.grid import Place, digest, grid, total_steps
 from heloco.study.kept_runs import RunStore, make_record
@@ -33,7 +33,7 @@ from heloco.study.spec import load_study
 REPORT_EVERY_S = 20
 SAFETY = 0.9  # of the time that is left: what is begun after the + should also end
 
-Runs = dict[str, tuple[Planned, Place]]
+Runs = dict[str, tuple[PlannedRun, Place]]
 """By digest."""
 
 
@@ -92,15 +92,15 @@ def planned(specs: Sequence[str], settings: dict[str, object], scale: str, tasks
         for place in places_of(spec, settings, scale):
             task, config = tasks.build_once(place.config)
             key = digest(config, task.digest)
-            runs.setdefault(key, (Planned(key, task, config), replace(place, config=config)))
+            runs.setdefault(key, (PlannedRun(key, task, config), replace(place, config=config)))
     return runs
 
 
-def steps_of(run: Planned) -> int:
+def steps_of(run: PlannedRun) -> int:
     return total_steps(run.config)
 
 
-def carry_out(runs: Sequence[Planned], keeper: Keeper, device: torch.device, until: float) -> bool:
+def carry_out(runs: Sequence[PlannedRun], keeper: Keeper, device: torch.device, until: float) -> bool:
     """Whether all runs were finished in time."""
     # the longest chains of rounds first: they decide when everything ends
     runs = sorted(runs, key=lambda run: -max(make_member(0, run).chains.values()))
@@ -117,7 +117,7 @@ def carry_out(runs: Sequence[Planned], keeper: Keeper, device: torch.device, unt
     return True
 
 
-def that_fit(runs: Sequence[Planned], steps: float) -> list[Planned]:
+def that_fit(runs: Sequence[PlannedRun], steps: float) -> list[PlannedRun]:
     picked = []
     for run in runs:
         if steps_of(run) <= steps:

@@ -101,17 +101,22 @@ class PhaseWatch(threading.Thread):
 
 
 class TimedLink(HttpsLink):
-    """Notes when each commit began and ended."""
+    """Notes when each commit began, which is when all tensors were sent, and when it was acknowledged."""
 
     def __init__(self, address: str, token: str, commits: list[Span]) -> None:
         super().__init__(address, token)
-        self._commits = commits
+        self._commits, self._sent_s = commits, 0.0
 
-    def _post_long(self, *arguments: Any, **options: Any) -> Any:
-        begin_s = time.monotonic()
-        answer = super()._post_long(*arguments, **options)
-        self._commits.append((begin_s, time.monotonic()))
-        return answer
+    def send_tensors(self, *arguments: Any, **options: Any) -> str:
+        digest = super().send_tensors(*arguments, **options)
+        self._sent_s = time.monotonic()
+        return digest
+
+    def hand_in(self, *arguments: Any, **options: Any) -> Any:
+        self._sent_s = time.monotonic()
+        acknowledgement = super().hand_in(*arguments, **options)
+        self._commits.append((self._sent_s, time.monotonic()))
+        return acknowledgement
 
 
 def hand_in_often(link: HttpsLink, number: int, pause_s: float, is_enough: Callable[[], bool]) -> list[Span]:

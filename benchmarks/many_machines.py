@@ -19,10 +19,11 @@ import torch
 from arrival import over_https, over_ray
 from heloco.cluster.client.run_client import RunClient
 from heloco.cluster.protocol.messages import ContributionReport
+from heloco.wire.blocks import PARAMETER, PSEUDO_GRADIENT, name_blocks
 from heloco.wire.layout import Layout
 
-BLOCKS = {f"parameter.{i}": torch.zeros(shape) for i, shape in enumerate([(256, 64), (64, 64), (64,)])}
-DELTA = {f"pseudo_gradient.{i}": torch.full_like(t, 1e-3) for i, t in enumerate(BLOCKS.values())}
+BLOCKS = name_blocks(PARAMETER, [torch.zeros(shape) for shape in [(256, 64), (64, 64), (64,)]])
+DELTA = name_blocks(PSEUDO_GRADIENT, [torch.full_like(t, 1e-3) for t in BLOCKS.values()])
 REPORT = ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1)
 
 

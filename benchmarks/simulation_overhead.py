@@ -43,13 +43,13 @@ class BareLoop:
         self.seconds += time.perf_counter() - began
 
     def _round(self) -> Iterator[None]:
-        options, handed = self.run.config.inner, self.run.simulation.next_needed()
+        options, worker_round = self.run.config.inner, self.run.simulation.next_needed()
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
-        [(start, count)] = handed.spans
-        for h, positions in enumerate(np.arange(start, start + count).reshape(handed.inner_steps, options.batch_size)):
+        [(start, count)] = worker_round.spans
+        for h, positions in enumerate(np.arange(start, start + count).reshape(worker_round.inner_steps, options.batch_size)):
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(options, handed.shard_steps + h)
-            loss = self.run.task.loss(self.model, self.run.task.batch(handed.shard, positions))
+                group["lr"] = learning_rate(options, worker_round.shard_steps + h)
+            loss = self.run.task.loss(self.model, self.run.task.batch(worker_round.shard, positions))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -75,7 +75,7 @@ def main() -> None:
             bare.seconds, began = 0.0, time.perf_counter()
             while (arrived := run.simulation.advance()) is None:
                 run.simulation.give(run.inner.run([run.simulation.next_needed()])[0])
-            run._take_in(*arrived)
+            run.take_in(*arrived)
             rounds.append((time.perf_counter() - began - bare.seconds, bare.seconds))
         run.folder.close()
     rounds = rounds[1:]  # the first warms up

@@ -40,7 +40,7 @@ def zipf_task(sources: int = 5, tokens: int = 1_000_000) -> LanguageTask:
 
     zipf_sources = tuple(Source(f"zipf-{i}", text(tokens), text(20_000), tokens, 80_000, 1, 1) for i in range(sources))
     corpus = Corpus(zipf_sources, "none", model.vocab_size, 0, "zipf")
-    shards = split(corpus, how="source", context=model.context)
+    shards = split(corpus, scheme="source", context=model.context)
     return LanguageTask(corpus, shards, model, context=model.context, seed=0, eval_windows=128)
 
 
@@ -71,13 +71,13 @@ def measure_stack(task: LanguageTask, options: InnerOptions, width: int) -> tupl
     torch.cuda.synchronize()
     first_s = time.perf_counter() - began
     torch.cuda.reset_peak_memory_stats()
-    [stack] = inner._stacks
+    [stack] = inner.stacks
     data = [job.batches() for job in jobs]
 
     def steps() -> None:
         stack.at.zero_()
         stack.begin(STEPS)
-        stack._wait()
+        stack.wait()
 
     stack.load(jobs, data)
     in_graph = milliseconds(steps) / STEPS / width
@@ -134,7 +134,7 @@ def profile(inner: StackedInner, steps: int = 10) -> list[dict[str, Any]]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    [stack] = inner._stacks
+    [stack] = inner.stacks
     stack.at.zero_()
     with watch(activities=[ProfilerActivity.CUDA]) as watched:
         stack.begin(steps)

@@ -88,12 +88,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`unbroken(*settings)`: the folder of a run with these settings that nothing disturbed. Made once: only look at it."""
-    made: dict[tuple[str, ...], Path] = {}
+    folders: dict[tuple[str, ...], Path] = {}
 
     def get(*settings: str) -> Path:
-        if settings not in made:
-            made[settings] = train(tmp_path_factory.mktemp("unbroken") / "run", *settings)
-        return made[settings]
+        if settings not in folders:
+            folders[settings] = train(tmp_path_factory.mktemp("unbroken") / "run", *settings)
+        return folders[settings]
 
     return get
 
@@ -120,9 +120,9 @@ def browser_path(tmp_path_factory: pytest.TempPathFactory) -> str | None:
 
 @pytest.fixture(scope="session")
 def nursery(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[Nursery]:  # noqa: ARG001
-    made = Nursery(tmp_path_factory.mktemp("nursery"))
-    yield made
-    made.close()
+    nursery = Nursery(tmp_path_factory.mktemp("nursery"))
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture(scope="module")

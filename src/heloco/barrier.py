@@ -35,8 +35,8 @@ class Barrier:
             share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …, so equal values stay equal to the bit
             self.buffers = [mix(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
-            for part, of_delta in pieces(total, delta.to(total.device)):
-                part.add_(of_delta.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
+            for part, delta_part in pieces(total, delta.to(total.device)):
+                part.add_(delta_part.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
             give_back(delta, release)
 
     def open(self) -> None:

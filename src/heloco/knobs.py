@@ -22,6 +22,7 @@ class Knob:
 
     @property
     def choices(self) -> tuple[Any, ...]:
+        """The values to choose from; empty if the knob is a number or a switch."""
         return get_args(self.kind) if get_origin(self.kind) is Literal else ()
 
     def check(self, value: Any) -> None:
@@ -65,13 +66,13 @@ def _knob(name: str, hint: Any) -> Knob:
     return replace(knob, name=name, kind=kind)
 
 
-def filled(knobs: Knobs, given: Mapping[str, object]) -> dict[str, object]:
-    """A value for each knob: the given ones, and defaults. Refuses names that are no knob, and values outside their range."""
-    for name, value in given.items():
+def filled(knobs: Knobs, values: Mapping[str, object]) -> dict[str, object]:
+    """A value for each knob: from `values`, or its default. Refuses names that are no knob, and values outside their range."""
+    for name, value in values.items():
         if name not in knobs:
             raise TypeError(f"There is no knob {name!r}; {nearest(name, list(knobs))}")
         knobs[name].check(value)
-    return {name: given.get(name, knob.default) for name, knob in knobs.items()}
+    return {name: values.get(name, knob.default) for name, knob in knobs.items()}
 
 
 def described(knobs: Knobs) -> str:

@@ -27,6 +27,8 @@ class ShardPage:
 
 
 class Ledger:
+    """The pages of all shards. Each position of a shard goes to one round, unless that round gives it back."""
+
     def __init__(self, windows: Sequence[int]) -> None:
         self.pages = [ShardPage(n) for n in windows]
 

@@ -43,6 +43,7 @@ class Method:
             raise UserError(f"{self.name}: {error}") from error
 
     def check(self, overrides: Iterable[str]) -> None:
+        """Refuses names that are no knob of this method."""
         knobs = self.knobs()
         for name in overrides:
             if name not in knobs:
@@ -151,7 +152,7 @@ def register_method(
             return theta - lr * rho * delta, m
 
         heloco.register_method("descent", descent)
-        heloco.simulate(method="descent", lr=…)
+        heloco.simulate(method="descent", outer_lr=…)
 
     Its parameters with defaults are the rule's knobs: settings and flags like those of the built-in rules. Other processes
     (`heloco train`, `serve`, studies) find rules of installed packages, under the entry point group `heloco.methods`.

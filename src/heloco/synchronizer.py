@@ -22,10 +22,11 @@ from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.windows import Release
-from heloco.policy import Choose, Drop, Judgement, NormGuard, NormHistory, Standing, Weight
+from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, NormHistory, Weight
 from heloco.policy.norms import KEPT
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
 from heloco.rulings import Judgements, Ruling, TooLarge
+from heloco.wire import blocks
 
 __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Verdict"]
 
@@ -73,6 +74,7 @@ class Synchronizer:
 
     @property
     def parameters(self) -> list[Tensor]:
+        """θ: the outer parameters, in the order of the outer rule's groups."""
         return [] if self.outer is None else [p for group in self.outer.param_groups for p in group["params"]]
 
     @property
@@ -82,6 +84,7 @@ class Synchronizer:
 
     @property
     def theta_bytes(self) -> int:
+        """The size of θ as the outer rule keeps it: at least 4 bytes per parameter."""
         return sum(p.numel() * max(4, p.element_size()) for p in self.parameters)
 
     @property
@@ -114,11 +117,11 @@ class Synchronizer:
         """The start of the current version, in the order of these names (parameter.0, …, buffer.0, …). Large parameters come in
         flat slices, so that there is no second model in memory."""
         for name in names:
-            kind, _, number = name.partition(".")
-            if kind == "buffer":
-                yield self.buffers[int(number)]
+            kind, number = blocks.parse_block_name(name)
+            if kind == blocks.BUFFER:
+                yield self.buffers[number]
             elif self.outer is not None:
-                yield from self.outer.lookahead_of(int(number))
+                yield from self.outer.lookahead_of(number)
 
     def abandon(self, worker: int) -> None:
         """Gives up the worker's round. Its data goes back to the ledger."""
@@ -128,11 +131,15 @@ class Synchronizer:
 
     # ---- receive
 
-    def _standing(self, worker: int, staleness: int) -> Standing:
-        own_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
-        return Standing(staleness, own_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
+    def _arrival_counts(self, worker: int, staleness: int) -> ArrivalCounts:
+        worker_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
+        return ArrivalCounts(staleness, worker_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
 
     def receive(self, contribution: Contribution) -> Arrival:
+        """Applies, drops or refuses the contribution of a worker that holds a round, and says what became of it.
+
+        A refused contribution changes nothing but the books: its data goes back to the ledger. Raises ValueError if the worker
+        does not hold this round."""
         worker = contribution.worker
         held = self.held.get(worker)
         if held is None or (held.index, held.version) != (contribution.index, contribution.version):
@@ -141,7 +148,7 @@ class Synchronizer:
                 f"but holds {'none' if held is None else f'round {held.index} of version {held.version}'}."
             )
         staleness = self.outer_step - held.version
-        weight = self.weight(self._standing(worker, staleness))
+        weight = self.weight(self._arrival_counts(worker, staleness))
         ruling = self._rule_on(contribution, held, weight)
         if ruling.verdict == "refused":
             return self._refuse(held, staleness, ruling)
@@ -161,8 +168,8 @@ class Synchronizer:
 
     def _step_share(self, worker: int) -> float:
         """The arriving worker's part of all inner steps, counted as if each worker had handed in one more round."""
-        own = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
-        return own / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
+        worker_steps = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
+        return worker_steps / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
 
     def _refuse(self, held: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
         self.abandon(held.worker)
@@ -189,7 +196,7 @@ class Synchronizer:
     def _apply(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
         staleness = self.outer_step - held.version
         decision = self.drop(staleness)
-        stale = f"staleness {staleness} is above {self.drop.above}"
+        stale = f"staleness {staleness} is above {self.drop.max_staleness}"
         if decision == "skip":
             return Ruling("skipped", "stale", stale)
         ruling = Ruling("applied") if decision == "apply" else Ruling("zeroed", "stale", stale)
@@ -314,10 +321,8 @@ class Synchronizer:
         if self.guard.is_on:
             tensors |= {"norms": _as_tensor(self.norms), "distances": _as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
-            tensors |= {f"{kind}.{i}": t for i, t in enumerate(group)}
-        for i, state in enumerate(self._outer_states()):
-            tensors |= {f"outer.{i}.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
-        return tensors
+            tensors |= blocks.name_blocks(kind, group)
+        return tensors | blocks.name_outer_states(self._outer_states())
 
     def _outer_states(self) -> list[dict[str, Any]]:
         """What the outer rule keeps, by block."""
@@ -333,33 +338,29 @@ class Synchronizer:
         self.held = {held.worker: held for held in books.held}
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        names_by_block: dict[int, list[str]] = {}
-        for name in tensors:
-            if name.startswith("outer."):
-                names_by_block.setdefault(int(name.split(".", 2)[1]), []).append(name)
 
-        def tensors_of(kind: str) -> list[Tensor]:
-            count = sum(1 for name in tensors if name.startswith(f"{kind}."))
-            return [tensors[f"{kind}.{i}"].to(device, copy=True) for i in range(count)]
+        def copies_of(kind: str) -> list[Tensor]:
+            return [tensor.to(device, copy=True) for tensor in blocks.blocks_of(kind, tensors)]
 
-        self.buffers, self._barrier.sums = tensors_of("buffer"), tensors_of("gathered")
-        self._barrier.buffers = tensors_of("gathered_buffer")
+        self.buffers, self._barrier.sums = copies_of(blocks.BUFFER), copies_of(blocks.GATHERED)
+        self._barrier.buffers = copies_of(blocks.GATHERED_BUFFER)
         self.norms = _history(tensors.get("norms"), self.norms)
         self._distances = _history(tensors.get("distances"), self._distances)
         self._start = None
+        outer_states = blocks.outer_states_of(tensors)
         with torch.no_grad():
             for i, (p, plain) in enumerate(zip(self.parameters, books.outer, strict=True)):
-                p.copy_(tensors[f"parameter.{i}"])
+                p.copy_(tensors[blocks.block_name(blocks.PARAMETER, i)])
                 assert self.outer is not None
-                outer_state = {n.split(".", 2)[2]: tensors[n].to(p.device, copy=True) for n in names_by_block.get(i, ())}
+                outer_state = {name: tensor.to(p.device, copy=True) for name, tensor in outer_states.get(i, {}).items()}
                 self.outer.state[p] = {**outer_state, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:
         return {
-            "parameter": [p.detach() for p in self.parameters],
-            "buffer": self.buffers,
-            "gathered": self._barrier.sums,
-            "gathered_buffer": self._barrier.buffers,
+            blocks.PARAMETER: [p.detach() for p in self.parameters],
+            blocks.BUFFER: self.buffers,
+            blocks.GATHERED: self._barrier.sums,
+            blocks.GATHERED_BUFFER: self._barrier.buffers,
         }
 
 
@@ -370,9 +371,9 @@ def _as_tensor(history: NormHistory) -> Tensor:
     """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
     rows = history.rows()
     table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
-    for worker, of_worker in enumerate(rows):
-        if of_worker:
-            table[worker, : len(of_worker)] = torch.tensor(of_worker, dtype=torch.float64)
+    for worker, worker_rows in enumerate(rows):
+        if worker_rows:
+            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
     return table
 
 
@@ -380,7 +381,7 @@ def _history(table: Tensor | None, template: NormHistory) -> NormHistory:
     """The history in a checkpoint; empty if that was written without a guard."""
     history = NormHistory(len(template.rows()), template.sizes)
     if table is not None:
-        history.load([[row for row in of_worker if row[0] > 0] for of_worker in table.tolist()])
+        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
     return history
 
 

@@ -103,9 +103,9 @@ def test_every_chart_has_its_traces_and_points(page, folders):
     assert traces(page, "norms", "trace.x.length") == [20] * 6
     assert traces(page, "traffic", "trace.x.length") == [21] * 4
     assert traces(page, "timeline", "trace.x.length") == [20, 20]
-    own = [sum(a["worker"] == worker for a in tape(folders[0])) for worker in range(5)]
-    assert traces(page, "staleness", "trace.x.length") == own == traces(page, "training", "trace.x.length")
-    assert traces(page, "histogram", "trace.y.reduce((a, b) => a + b)") == own
+    arrivals_of_workers = [sum(a["worker"] == worker for a in tape(folders[0])) for worker in range(5)]
+    assert traces(page, "staleness", "trace.x.length") == arrivals_of_workers == traces(page, "training", "trace.x.length")
+    assert traces(page, "histogram", "trace.y.reduce((a, b) => a + b)") == arrivals_of_workers
     assert traces(page, "shares", "trace.y.length") == [5, 5]
     blocks = len(json.loads((folders[0] / "run.json").read_text())["blocks"])
     assert traces(page, "correction", "[trace.z.length, trace.z[0].length]") == [[blocks, 20]]
@@ -132,17 +132,17 @@ def test_the_switches_of_the_axis_and_of_smoothing(opened, path):
 
 def test_the_legend_and_the_runs_names_hide_and_show_lines(opened, path):
     page = opened(path)
-    shown = "heloco.cards.get('scores').plot._fullData.map(trace => trace.visible)"
+    visible_traces = "heloco.cards.get('scores').plot._fullData.map(trace => trace.visible)"
     page.evaluate("toggled = new Promise(done => heloco.cards.get('scores').plot.on('plotly_restyle', () => done(1))), 0")
     page.locator("#chart-scores .legendtoggle").first.click()
     page.evaluate("toggled")
-    assert page.evaluate(shown) == ["legendonly", True] * 3
+    assert page.evaluate(visible_traces) == ["legendonly", True] * 3
     chip = page.get_by_role("button", name="mla-001")
     chip.click()
-    assert page.evaluate(shown)[1] == "legendonly"
+    assert page.evaluate(visible_traces)[1] == "legendonly"
     assert chip.get_attribute("aria-pressed") == "false"
     chip.click()
-    assert page.evaluate(shown)[1] is True
+    assert page.evaluate(visible_traces)[1] is True
 
 
 def test_views_runs_and_the_order_of_blocks_are_chosen(opened, path, folders):

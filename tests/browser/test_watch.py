@@ -60,7 +60,7 @@ def grow(folder: Path, finished: Path, lines: int | None = None) -> None:
 def served(growing: Path, programs: Programs) -> Iterator[str]:
     """host:port of a real `heloco watch`."""
     program = programs.heloco("watch", growing, "--port", "0")
-    yield program.said(WATCHED)[1]
+    yield program.match_output(WATCHED)[1]
     assert_ends_at_ctrl_c(program)
 
 
@@ -76,14 +76,14 @@ def get(address: str, path: str, headers: dict[str, str] | None = None) -> http.
     return connection.getresponse()
 
 
-def next_event(stream: http.client.HTTPResponse, shown: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+def next_event(stream: http.client.HTTPResponse, page_data: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
     """The number of the next event, and what a page that shows this then shows."""
     lines = iter(lambda: stream.readline().decode(), "")
     number = int(next(line for line in lines if line.startswith("id: ")).removeprefix("id: "))
     line = stream.readline().decode()
     if line == "event: change\n":
-        assert shown is not None
-        return number, with_changes(shown, json.loads(stream.readline().decode().removeprefix("data: ")))
+        assert page_data is not None
+        return number, with_changes(page_data, json.loads(stream.readline().decode().removeprefix("data: ")))
     return number, json.loads(line.removeprefix("data: "))
 
 
@@ -101,9 +101,9 @@ def test_what_is_new_is_told_at_once(served: str, growing: Path, finished: Path)
     stream = get(served, f"/events?seen={embedded['version']}")
     assert stream.headers["Content-Type"].startswith("text/event-stream")
     grow(growing, finished, 1)
-    shown = len(losses(embedded))
+    lines_before = len(losses(embedded))
     number, data = next_event(stream, embedded)
-    assert number > embedded["version"] and len(losses(data)) == shown + 1
+    assert number > embedded["version"] and len(losses(data)) == lines_before + 1
     grow(growing, finished)
     while len(losses(data)) < 5:
         number, data = next_event(stream, data)
@@ -126,7 +126,7 @@ def test_who_was_away_gets_everything_and_nothing_else_is_served(served: str) ->
 def test_it_ends_without_a_traceback_while_pages_are_open(growing: Path, programs: Programs) -> None:
     """A process from nothing, so that Python itself ends it too."""
     program = programs.start("watch", [sys.executable, "-m", "heloco.cli", "watch", str(growing), "--port", "0"])
-    address = program.said(WATCHED)[1]
+    address = program.match_output(WATCHED)[1]
     streams = [get(address, f"/events?seen={version}") for version in (-1, 0, 0)]
     assert len(losses(next_event(streams[0])[1])) == 3
     assert_ends_at_ctrl_c(program)
@@ -148,9 +148,9 @@ def test_only_names_of_this_machine_are_answered(served: str, path: str) -> None
 def test_a_page_that_is_served_to_others_answers_to_its_addresses_and_names() -> None:
     everywhere = names_of_this_machine("0.0.0.0")
     assert {socket.gethostname().lower(), socket.getfqdn().lower()} <= everywhere
-    own = OwnNames(lambda *_: None, names_of_this_machine("Head.Example"), anywhere=True)  # type: ignore[arg-type,return-value]
-    assert all(own.is_own(name_in(name)) for name in ("head.example:8765", "HEAD.EXAMPLE", "10.1.2.3:80", "[fe80::1]:80"))
-    assert not own.is_own(name_in("evil.example"))
+    guarded_app = OwnNames(lambda *_: None, names_of_this_machine("Head.Example"), anywhere=True)  # type: ignore[arg-type,return-value]
+    assert all(guarded_app.is_own(name_in(name)) for name in ("head.example:8765", "HEAD.EXAMPLE", "10.1.2.3:80", "[fe80::1]:80"))
+    assert not guarded_app.is_own(name_in("evil.example"))
 
 
 def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path, browser_path: str | None) -> None:
@@ -168,7 +168,7 @@ def test_a_browser_shows_new_arrivals(served: str, growing: Path, finished: Path
 
 def test_in_the_terminal_until_the_run_has_ended(growing: Path, finished: Path, programs: Programs) -> None:
     program = programs.heloco("watch", growing, "--text")
-    program.said(r"arrival +0/8")
+    program.match_output(r"arrival +0/8")
     grow(growing, finished)
     result = program.end()
     arrivals = re.findall(r"arrival +(\d+)/8", result.out)

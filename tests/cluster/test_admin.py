@@ -57,7 +57,7 @@ def machine(host):
         link.close()
 
 
-def said(*command):
+def output_of(*command):
     result = heloco(*command)
     assert result.code == 0, result.err
     return result.out
@@ -73,7 +73,7 @@ def refused(*command):
 
 
 def listed(folder):
-    return {token["id"]: token for token in json.loads(said("tokens", folder, "--json"))}
+    return {token["id"]: token for token in json.loads(output_of("tokens", folder, "--json"))}
 
 
 def test_a_run_has_a_token_of_each_right_and_nobody_else_can_read_them(host, folder):
@@ -81,16 +81,16 @@ def test_a_run_has_a_token_of_each_right_and_nobody_else_can_read_them(host, fol
     assert sorted(token["right"] for token in tokens.values()) == sorted(RIGHTS)
     file = folder / "credentials" / "tokens.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(file.parent.stat().st_mode) == 0o700
-    text = said("tokens", folder) + json.dumps(tokens)
+    text = output_of("tokens", folder) + json.dumps(tokens)
     assert not any(host.tokens.first(right).secret in text for right in RIGHTS)
 
 
 def test_a_new_token_does_what_its_right_says_until_it_is_revoked(host, folder, machine):
-    token = json.loads(said("tokens", folder, "--new", "worker", "--note", "for Ann", "--json"))
+    token = json.loads(output_of("tokens", folder, "--new", "worker", "--note", "for Ann", "--json"))
     client = machine("ann", token["token"])
     assert client.take() is not None
     assert listed(folder)[token["id"]]["machines"] == 1 and listed(folder)[token["id"]]["note"] == "for Ann"
-    assert token["id"] in said("tokens", folder, "--revoke", token["id"])
+    assert token["id"] in output_of("tokens", folder, "--revoke", token["id"])
     assert not host.status().machines
     with pytest.raises(UserError, match="does not accept the token"):
         client.take()
@@ -118,17 +118,17 @@ def test_mistakes_about_tokens(folder):
     assert "nobody" in refused("tokens", folder, "--revoke", "nobody")
     [admin] = [token for token in listed(folder).values() if token["right"] == "admin"]
     assert "last" in refused("tokens", folder, "--revoke", admin["id"])
-    assert said("tokens", folder)
+    assert output_of("tokens", folder)
 
 
 def test_tokens_are_the_same_when_the_run_is_served_again(host, folder):
     before = [host.token(right) for right in RIGHTS]
-    new = said("tokens", folder, "--new", "viewer").strip()
+    new = output_of("tokens", folder, "--new", "viewer").strip()
     host.close()
     second_host = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
     try:
         assert [second_host.token(right) for right in RIGHTS] == before
-        assert "arrivals" in said("status", second_host.address, "--token", new, "--json")
+        assert "arrivals" in output_of("status", second_host.address, "--token", new, "--json")
     finally:
         second_host.close()
 
@@ -139,12 +139,12 @@ def test_tokens_are_the_same_when_the_run_is_served_again(host, folder):
 def test_a_token_comes_from_a_flag_a_file_or_the_environment(host, tmp_path, monkeypatch):
     file = tmp_path / "token"
     file.write_text(f"{host.token('viewer')}\n")
-    assert said("status", host.address, "--token-file", file, "--json")
+    assert output_of("status", host.address, "--token-file", file, "--json")
     monkeypatch.setenv("HELOCO_TOKEN_FILE", str(file))
-    assert said("status", host.address, "--json")
+    assert output_of("status", host.address, "--json")
     monkeypatch.setenv("HELOCO_TOKEN", host.token("worker"))  # nearer than the file
     assert "worker" in refused("status", host.address, "--json")
-    assert said("status", host.address, "--token", host.token("admin"), "--json")
+    assert output_of("status", host.address, "--token", host.token("admin"), "--json")
     monkeypatch.delenv("HELOCO_TOKEN")
     monkeypatch.setenv("HELOCO_TOKEN_FILE", str(tmp_path / "none"))
     assert str(tmp_path / "none") in refused("status", host.address)
@@ -172,7 +172,7 @@ def test_a_token_is_asked_for_at_a_terminal_and_does_not_show(host):
 def test_an_evicted_machine_is_gone_for_good_and_the_others_do_not_notice(host, folder, machine):
     bad, good = machine("bad"), machine("good")
     taken_round = bad.take()
-    assert f"heloco tokens {folder} --revoke" in said("evict", "bad", folder, "--reason", "it sends rubbish")
+    assert f"heloco tokens {folder} --revoke" in output_of("evict", "bad", folder, "--reason", "it sends rubbish")
     assert [m.name for m in host.status().machines] == ["good"]
     with pytest.raises(Refused, match="it sends rubbish"):
         bad.hand_in(taken_round.key, delta(1), report())
@@ -190,7 +190,7 @@ def test_which_machine_is_meant(host, folder, machine):
     err = refused("evict", "twin", folder)
     ids = [m.machine for m in host.status().machines]
     assert all(one in err for one in ids)
-    said("evict", ids[0], folder)
+    output_of("evict", ids[0], folder)
     assert [m.machine for m in host.status().machines] == ids[1:]
     assert ids[1] in refused("evict", "nobody", folder)
     assert "never a machine" in refused("evict", "nobody#00000000", folder)
@@ -199,7 +199,7 @@ def test_which_machine_is_meant(host, folder, machine):
 def test_a_machine_that_has_left_can_be_evicted_by_its_id(folder, machine):
     client = machine("gone")
     client.leave()
-    assert "may not come back" in said("evict", client.joined.ticket.machine, folder, "--reason", "we know it")
+    assert "may not come back" in output_of("evict", client.joined.ticket.machine, folder, "--reason", "we know it")
     with pytest.raises(Refused, match="we know it"):
         RunClient(client.link, "gone", returning=client.joined.ticket, tell=lambda _: None).join()
 
@@ -207,29 +207,29 @@ def test_a_machine_that_has_left_can_be_evicted_by_its_id(folder, machine):
 def test_a_pause_by_hand_lasts_until_it_is_ended(folder, machine):
     client = machine("m")
     taken_round = client.take()
-    assert "unpause" in said("pause", folder, "--reason", "the room is hot")
-    assert "the room is hot" in said("status", folder)
+    assert "unpause" in output_of("pause", folder, "--reason", "the room is hot")
+    assert "the room is hot" in output_of("status", folder)
     assert client.hand_in(taken_round.key, delta(1), report()).arrival == 1  # what is under way counts
     answer = client.link.next_round(client.joined.ticket, 0.0)
     assert isinstance(answer, Wait) and answer.kind == "paused" and "the room is hot" in answer.text
-    said("unpause", folder)
+    output_of("unpause", folder)
     assert client.take() is not None
 
 
 def test_a_pause_by_hand_outlives_the_process(host, folder):
-    said("pause", folder, "--reason", "for the night")
+    output_of("pause", folder, "--reason", "for the night")
     host.close()
     second_host = RunHost(opened(folder, None, **SETTINGS), ListenConfig("127.0.0.1", 0))
     try:
-        assert "for the night" in said("status", folder)
-        said("unpause", folder)
-        assert "for the night" not in said("status", folder)
+        assert "for the night" in output_of("status", folder)
+        output_of("unpause", folder)
+        assert "for the night" not in output_of("status", folder)
     finally:
         second_host.close()
 
 
 def test_a_run_is_stopped_from_its_folder(host, folder):
-    assert "saved" in said("stop", folder)
+    assert "saved" in output_of("stop", folder)
     assert host.status().ended.kind == "stopped"
 
 

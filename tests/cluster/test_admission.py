@@ -20,7 +20,7 @@ from heloco.cluster.server.descriptors import has_run_out
 from heloco.errors import UserError
 
 
-class Door:
+class ClockedAdmission:
     """An admission with a clock of its own, and the names of the connections that were ended."""
 
     def __init__(self, places: Places) -> None:
@@ -41,89 +41,89 @@ SMALL = Places(strangers=6, strangers_per_address=3, admitted=4)
 
 
 def test_one_address_holds_few_places_and_only_old_ones_give_way():
-    door = Door(SMALL)
-    assert all(door.arrive("1.1.1.1", f"first-{i}") for i in range(3))
-    assert door.arrive("1.1.1.1") is None and not door.ended_names
-    door.now_s = UNDISTURBED_S
-    assert door.arrive("1.1.1.1", "fourth") and door.ended_names == ["first-0"]
-    assert door.arrive("2.2.2.2") and door.admission.strangers == 4
+    entrance = ClockedAdmission(SMALL)
+    assert all(entrance.arrive("1.1.1.1", f"first-{i}") for i in range(3))
+    assert entrance.arrive("1.1.1.1") is None and not entrance.ended_names
+    entrance.now_s = UNDISTURBED_S
+    assert entrance.arrive("1.1.1.1", "fourth") and entrance.ended_names == ["first-0"]
+    assert entrance.arrive("2.2.2.2") and entrance.admission.strangers == 4
 
 
 def test_when_all_places_are_taken_the_address_with_the_most_gives_one_up():
-    door = Door(SMALL)
+    entrance = ClockedAdmission(SMALL)
     for address in ("1.1.1.1", "2.2.2.2"):
         for i in range(3):
-            assert door.arrive(address, f"{address} {i}")
-    assert door.arrive("3.3.3.3") and door.ended_names == ["1.1.1.1 0"]
-    assert door.arrive("4.4.4.4") and door.ended_names == ["1.1.1.1 0", "2.2.2.2 0"]
-    assert door.admission.strangers == 6
+            assert entrance.arrive(address, f"{address} {i}")
+    assert entrance.arrive("3.3.3.3") and entrance.ended_names == ["1.1.1.1 0"]
+    assert entrance.arrive("4.4.4.4") and entrance.ended_names == ["1.1.1.1 0", "2.2.2.2 0"]
+    assert entrance.admission.strangers == 6
 
 
 def test_among_many_addresses_with_one_place_each_only_old_ones_give_way():
-    door = Door(SMALL)
+    entrance = ClockedAdmission(SMALL)
     for i in range(6):
-        assert door.arrive(f"1.1.1.{i}")
-    assert door.arrive("9.9.9.9") is None and not door.ended_names
-    door.now_s = UNDISTURBED_S
-    assert door.arrive("9.9.9.9") and len(door.ended_names) == 1
+        assert entrance.arrive(f"1.1.1.{i}")
+    assert entrance.arrive("9.9.9.9") is None and not entrance.ended_names
+    entrance.now_s = UNDISTURBED_S
+    assert entrance.arrive("9.9.9.9") and len(entrance.ended_names) == 1
 
 
 def test_strangers_never_take_the_place_of_one_that_is_admitted():
-    door = Door(SMALL)
-    machines = [door.admitted("1.1.1.1", f"machine-{i}") for i in range(4)]
-    assert door.admission.admitted == 4 and door.admission.strangers == 0
+    entrance = ClockedAdmission(SMALL)
+    machines = [entrance.admitted("1.1.1.1", f"machine-{i}") for i in range(4)]
+    assert entrance.admission.admitted == 4 and entrance.admission.strangers == 0
     for second in range(100):
-        door.now_s = float(second)
+        entrance.now_s = float(second)
         for i in range(10):
-            door.arrive(f"2.2.2.{i}", "stranger")
-    assert all(door.admission.admit(machine) for machine in machines)
-    assert set(door.ended_names) == {"stranger"} and door.admission.strangers <= 6
+            entrance.arrive(f"2.2.2.{i}", "stranger")
+    assert all(entrance.admission.admit(machine) for machine in machines)
+    assert set(entrance.ended_names) == {"stranger"} and entrance.admission.strangers <= 6
 
 
 def test_among_the_admitted_whoever_holds_many_gives_up_the_one_that_was_quiet_for_longest():
-    door = Door(SMALL)
-    many = [door.admitted("1.1.1.1", f"many-{i}") for i in range(4)]
-    door.admission.admit(many[0])  # asks again
-    door.admitted("2.2.2.2")
-    door.admitted("3.3.3.3")
-    door.admitted("4.4.4.4")
-    assert door.ended_names == ["many-1", "many-2", "many-3"] and door.admission.admitted == 4
+    entrance = ClockedAdmission(SMALL)
+    many = [entrance.admitted("1.1.1.1", f"many-{i}") for i in range(4)]
+    entrance.admission.admit(many[0])  # asks again
+    entrance.admitted("2.2.2.2")
+    entrance.admitted("3.3.3.3")
+    entrance.admitted("4.4.4.4")
+    assert entrance.ended_names == ["many-1", "many-2", "many-3"] and entrance.admission.admitted == 4
 
 
 def test_without_a_place_among_the_admitted_a_request_is_refused():
-    door = Door(Places(6, 3, 2))
-    door.admitted("1.1.1.1")
-    door.admitted("2.2.2.2")
-    third = door.arrive("3.3.3.3")
-    assert third is not None and not door.admission.admit(third)
-    assert not door.ended_names and not third.is_admitted
+    entrance = ClockedAdmission(Places(6, 3, 2))
+    entrance.admitted("1.1.1.1")
+    entrance.admitted("2.2.2.2")
+    third = entrance.arrive("3.3.3.3")
+    assert third is not None and not entrance.admission.admit(third)
+    assert not entrance.ended_names and not third.is_admitted
 
 
 def test_who_leaves_makes_room_and_is_ended_no_more():
-    door = Door(SMALL)
-    machine, stranger = door.admitted("1.1.1.1"), door.arrive("1.1.1.1")
+    entrance = ClockedAdmission(SMALL)
+    machine, stranger = entrance.admitted("1.1.1.1"), entrance.arrive("1.1.1.1")
     assert stranger is not None
     for visitor in (machine, stranger):
-        door.admission.leave(visitor)
+        entrance.admission.leave(visitor)
         visitor.end()
-    assert (door.admission.strangers, door.admission.admitted, door.ended_names) == (0, 0, [])
+    assert (entrance.admission.strangers, entrance.admission.admitted, entrance.ended_names) == (0, 0, [])
 
 
 def test_an_address_that_comes_and_goes_without_credentials_has_to_wait():
-    door = Door(Places())
+    entrance = ClockedAdmission(Places())
     for _ in range(int(FRUITLESS_BURST)):
-        visitor = door.arrive("1.1.1.1")
+        visitor = entrance.arrive("1.1.1.1")
         assert visitor is not None
-        door.admission.leave(visitor)
-    assert door.arrive("1.1.1.1") is None and door.arrive("1.1.1.2") is not None
-    door.now_s = 1 / FRUITLESS_PER_S
-    assert door.arrive("1.1.1.1") is not None
+        entrance.admission.leave(visitor)
+    assert entrance.arrive("1.1.1.1") is None and entrance.arrive("1.1.1.2") is not None
+    entrance.now_s = 1 / FRUITLESS_PER_S
+    assert entrance.arrive("1.1.1.1") is not None
 
 
 def test_machines_that_come_and_go_with_credentials_never_have_to_wait():
-    door = Door(Places())
+    entrance = ClockedAdmission(Places())
     for _ in range(3 * int(FRUITLESS_BURST)):
-        door.admission.leave(door.admitted("1.1.1.1"))
+        entrance.admission.leave(entrance.admitted("1.1.1.1"))
 
 
 def test_addresses_that_one_machine_can_choose_among_are_one():

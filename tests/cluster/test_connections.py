@@ -210,8 +210,8 @@ def test_a_second_request_before_the_first_was_answered_is_refused_and_the_conne
     if together:
         connection.sendall(first + second)
     else:
-        waiting, shown = b'{"wait_s":5}', gate.ticket(join(gate))
-        round_request = gate.request("POST", "/v1/round", f"{shown}content-length: {len(waiting)}\r\n") + waiting
+        waiting, ticket_header = b'{"wait_s":5}', gate.ticket(join(gate))
+        round_request = gate.request("POST", "/v1/round", f"{ticket_header}content-length: {len(waiting)}\r\n") + waiting
         connection.sendall(round_request)
         connection.sendall(second)
     answer = answer_of(connection)

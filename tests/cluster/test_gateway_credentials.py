@@ -63,17 +63,17 @@ def test_our_certificate_outlives_every_run_and_stays_even_where_an_old_one_has_
 
 
 def test_a_certificate_of_ones_own(tiny, tmp_path):
-    own = _write_pair(tmp_path / "own", -10, 10)
-    served = Served(new_run(*tiny, tmp_path / "run"), tmp_path / "run", **own)
+    certificate_pair = _write_pair(tmp_path / "own", -10, 10)
+    served = Served(new_run(*tiny, tmp_path / "run"), tmp_path / "run", **certificate_pair)
     assert served.link().describe().run == served.run
     served.close()
     with pytest.raises(UserError, match="belong together"):
-        Credentials.load_or_make(tmp_path / "c", cert=own["cert"])
+        Credentials.load_or_make(tmp_path / "c", cert=certificate_pair["cert"])
     with pytest.raises(UserError, match=r"valid from .* not today: give one .*one that does not expire is made"):
         Credentials.load_or_make(tmp_path / "c", **_write_pair(tmp_path / "old", -30, -1))
     other = _write_pair(tmp_path / "other", -1, 1)["key"]
     with pytest.raises(UserError, match="is not the key of"):
-        Credentials.load_or_make(tmp_path / "c", cert=own["cert"], key=other)
+        Credentials.load_or_make(tmp_path / "c", cert=certificate_pair["cert"], key=other)
 
 
 @pytest.mark.parametrize("days", [(-30, -1), (1, 30), (-20_000, -10_000), (10_000, 20_000)])

@@ -111,8 +111,8 @@ class Malformed:
         while True:
             yield self.random.choice(self.kinds)()
 
-    def _bytes(self, most: int = 300) -> bytes:
-        return self.random.randbytes(self.random.randint(1, most))
+    def _bytes(self, limit: int = 300) -> bytes:
+        return self.random.randbytes(self.random.randint(1, limit))
 
     def _body(self) -> tuple[str, dict[str, Any]]:
         path = self.random.choice(list(self.bodies))

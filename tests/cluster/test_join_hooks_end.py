@@ -122,8 +122,8 @@ def test_its_model_may_be_out_of_reach(serve):
 # ---- leaving
 
 
-@pytest.mark.parametrize("how", [None, RuntimeError, KeyboardInterrupt])
-def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, how, capsys):
+@pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
+def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, error, capsys):
     service = serve(inner_steps=5)
     model = net()
     optimizer = adam(model)
@@ -134,11 +134,11 @@ def test_leaving_gives_the_round_back_and_takes_the_hooks_away(serve, how, capsy
             for _ in range(7):
                 step(model, optimizer, next(data))
             assert [(m.name, m.round[:2]) for m in service.state.roster if m.round] == [("mine", (0, 1))]
-            if how:
-                raise how
+            if error:
+                raise error
 
-    if how:
-        with pytest.raises(how):
+    if error:
+        with pytest.raises(error):
             loop()
     else:
         loop()

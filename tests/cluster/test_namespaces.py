@@ -85,7 +85,7 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
         "8443",
     )
     serve = programs.start("head", hosts.at(hosts.head, *heloco, "serve", *settings, "--out", str(run)))
-    match = serve.said(r"HELOCO_TOKEN=(\S+) heloco join (https://10\.213\.7\.1:8443)\n")
+    match = serve.match_output(r"HELOCO_TOKEN=(\S+) heloco join (https://10\.213\.7\.1:8443)\n")
     join = programs.start("site", hosts.at(hosts.site, *heloco, "join", match[2], "--name", "site"), HELOCO_TOKEN=match[1])
 
     def arrivals() -> int:
@@ -106,7 +106,7 @@ def test_a_cable_is_pulled_and_put_back(hosts: Hosts, programs: Programs, tmp_pa
     wait_until(lambda: time.monotonic() - down_since > CUT_S, "the cable was out for a while")
     assert arrivals() == arrivals_at_cut
     if broken:
-        join.said("cannot be reached .*Trying again")
+        join.match_output("cannot be reached .*Trying again")
     assert ip("-n", hosts.site, "link", "set", hosts.cable, "up").returncode == 0
 
     serve_result, join_result = serve.end(), join.end()

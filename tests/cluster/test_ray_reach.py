@@ -25,7 +25,7 @@ from support.ray_runs import LONGEST_S, config
 
 
 def test_rays_own_settings_for_tls_are_found(monkeypatch):
-    assert Tls.of_environment() is None
+    assert Tls.from_environment() is None
     monkeypatch.setenv("RAY_USE_TLS", "1")
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/some/cert.pem")
     with pytest.raises(UserError, match="RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT is not: set all of them"):
@@ -51,7 +51,7 @@ folder = sys.argv[1]
 tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
 cluster = start_ray(tls=tls)
 token = cluster.token_file.read_text()
-probe(cluster.address, token, Tls.of_environment())
+probe(cluster.address, token, Tls.from_environment())
 import ray
 class Echo:
     def say(self, word):

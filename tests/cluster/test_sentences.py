@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from heloco.cluster.server.local_link import LocalLink
 
 import heloco
 from heloco.cluster.client.run_client import RunClient, RunEnded, why_obsolete
@@ -20,6 +19,7 @@ from heloco.records.run_facts import read_facts
 from heloco.records.run_files import META
 from heloco.report.journal_summary import JournalSummary
 from heloco.report.summary import read_summary
+from support.local_link import LocalLink
 from support.own_loops import adam, batches, external_runs, net, quiet, step, tape, values
 from support.runs import lines
 from support.sentences import reword_all, without_prose

@@ -53,8 +53,12 @@ def test_status_shows_who_takes_part(going: Going) -> None:
     assert status["participants"] == [machine["machine"]] and status["participation_window"] == 8
     assert 12 <= machine["arrivals"] == status["arrivals"] <= going.arrivals() and status["planned"] == 150
     assert machine["share"] == 1 and 0 < machine["per_minute"] == status["per_minute"]
-    shown = going.ask("status").out
-    assert "going" in shown and "guest" in shown and "1 machine for 2 workers, 1 contributed to the last 8 arrivals" in shown
+    status_text = going.ask("status").out
+    assert (
+        "going" in status_text
+        and "guest" in status_text
+        and "1 machine for 2 workers, 1 contributed to the last 8 arrivals" in status_text
+    )
 
 
 def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
@@ -81,7 +85,7 @@ def test_the_live_page_needs_its_key(going: Going) -> None:
 
 
 def test_a_run_elsewhere_is_watched_here(going: Going) -> None:
-    match = going.page.said(r"Watching at http://([\d.]+:\d+)")
+    match = going.page.match_output(r"Watching at http://([\d.]+:\d+)")
     connection = http.client.HTTPConnection(match[1], timeout=20)
     connection.request("GET", "/")
     answer = connection.getresponse()
@@ -94,7 +98,7 @@ def test_a_watcher_that_is_ended_leaves_no_copy_behind(going: Going, programs: P
         place = tmp_path / f"copies{len(text)}"
         place.mkdir()
         watcher = programs.heloco("watch", going.address, "--port", "0", *text, HELOCO_TOKEN=going.viewer, TMPDIR=str(place))
-        watcher.said("arrival" if text else "Watching at")
+        watcher.match_output("arrival" if text else "Watching at")
         assert list(place.glob("heloco-watch-*"))
         watcher.signal(signal.SIGTERM)
         assert watcher.end().code == 128 + signal.SIGTERM and not list(place.iterdir())
@@ -217,7 +221,7 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     served.program.signal(signal.SIGKILL)
     assert served.program.end().code == -signal.SIGKILL
     assert served.arrivals() < 120
-    worker.said("cannot be reached|broke off|closed|Trying again")
+    worker.match_output("cannot be reached|broke off|closed|Trying again")
     second_service = programs.serve(run, port=served.port)
     assert second_service.program.end().code == 0
     worker_result = worker.end()

@@ -119,12 +119,12 @@ def test_a_stop_that_failed_leaves_the_run_going(tmp_path, clock, monkeypatch):
     hand = Hand(service, "m")
 
     def fail(*_: Any) -> None:
-        raise Refused(Code.DISK, "The disk is full.")
+        raise Refused(RefusalCode.DISK, "The disk is full.")
 
     hand.take()
     with monkeypatch.context() as patch:
         patch.setattr(service.rounds, "give_up", fail)
-        refuses(Code.DISK, service.admin.stop, "enough")
+        refuses(RefusalCode.DISK, service.admin.stop, "enough")
     hand.hand_in(delta(1))
     hand.take()
     assert hand.key is not None

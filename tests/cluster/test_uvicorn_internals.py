@@ -61,7 +61,7 @@ class Owner:
         self.shut += 1
 
 
-def made() -> tuple[Http, Owner, Wire]:
+def open_http() -> tuple[Http, Owner, Wire]:
     config = uvicorn.Config(app, log_config=None)
     config.load()
     owner, wire = Owner(), Wire()
@@ -80,7 +80,7 @@ async def until_answered(http: Http) -> None:
 
 def test_a_request_is_served_by_the_owner_with_the_app_and_only_then_is_the_connection_free():
     async def run() -> None:
-        http, owner, wire = made()
+        http, owner, wire = open_http()
         assert not http.is_answering and not http.feed(memoryview(REQUEST[:20]))
         assert http.feed(memoryview(REQUEST[20:])) and http.is_answering and http.is_discarding
         assert http.feed(memoryview(b"ab")) and not http.is_discarding
@@ -96,7 +96,7 @@ def test_a_request_is_served_by_the_owner_with_the_app_and_only_then_is_the_conn
 @pytest.mark.parametrize("second", [REQUEST, REQUEST * 1000, b"GET"])
 def test_a_second_request_before_the_answer_is_refused_before_it_takes_memory(second):
     async def run() -> None:
-        http, owner, _ = made()
+        http, owner, _ = open_http()
         http.feed(memoryview(REQUEST + b"ab" + second))
         assert owner.refused == [True] and not http.pipeline
         await until_answered(http)
@@ -107,10 +107,10 @@ def test_a_second_request_before_the_answer_is_refused_before_it_takes_memory(se
 
 def test_what_is_no_http_and_the_servers_end_are_the_owners_business():
     async def run() -> None:
-        http, owner, _ = made()
+        http, owner, _ = open_http()
         http.feed(memoryview(b"\x16\x03\x01 no HTTP\r\n\r\n"))
         assert owner.refused == [False]
-        http, owner, _ = made()
+        http, owner, _ = open_http()
         http.shutdown()
         assert owner.shut == 1 and http in http.server_state.connections
         http.feed(memoryview(REQUEST))

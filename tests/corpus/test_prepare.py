@@ -228,8 +228,8 @@ def test_what_cannot_be_prepared_is_refused(tmp_path):
 def test_the_progress_bar_shows_each_source(tmp_path, capsys):
     with rich_progress() as progress:
         prepare(str(folder(tmp_path / "data")), cache=tmp_path / "cache", progress=progress)
-    shown = capsys.readouterr()
-    assert "tokenising de" in shown.err and "tokenising en" in shown.err and not shown.out
+    captured = capsys.readouterr()
+    assert "tokenising de" in captured.err and "tokenising en" in captured.err and not captured.out
 
 
 @pytest.mark.skipif(

@@ -27,7 +27,7 @@ def test_windows_counts_whole_ones(length, context, count):
 
 
 def test_by_source_every_shard_is_a_source_in_order():
-    shards = split(corpus(9, 14), how="source", context=4, seed=0)
+    shards = split(corpus(9, 14), scheme="source", context=4, seed=0)
     assert [(s.name, s.windows) for s in shards] == [("s0", 2), ("s1", 3)]
     rows = shards[1].gather(np.array([2, 0, 2]))
     assert rows.dtype == np.int64
@@ -39,33 +39,33 @@ def test_by_source_every_shard_is_a_source_in_order():
     lengths=st.lists(st.integers(12, 400), min_size=1, max_size=5),
     context=st.integers(1, 11),
     shards=st.integers(1, 6),
-    how=st.sampled_from(["iid", "dirichlet"]),
+    scheme=st.sampled_from(["iid", "dirichlet"]),
     alpha=st.sampled_from([1e-300, 1e-3, 0.1, 0.5, 1.0, 100.0]),
     seed=st.integers(0, 2**32),
 )
-def test_every_window_is_in_exactly_one_shard(lengths, context, shards, how, alpha, seed):
+def test_every_window_is_in_exactly_one_shard(lengths, context, shards, scheme, alpha, seed):
     data = corpus(*lengths)
     all_windows = sorted(10_000 * s + context * w for s, n in enumerate(lengths) for w in range((n - 1) // context))
     if shards > len(all_windows):
         with pytest.raises(UserError, match="cannot be dealt"):
-            split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
+            split(data, scheme=scheme, shards=shards, context=context, alpha=alpha, seed=seed)
         return
-    dealt = split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
+    dealt = split(data, scheme=scheme, shards=shards, context=context, alpha=alpha, seed=seed)
     assert len(dealt) == shards and min(shard.windows for shard in dealt) > 0
     assert sorted(first for shard in dealt for first in firsts(shard)) == all_windows
-    second_deal = split(data, how=how, shards=shards, context=context, alpha=alpha, seed=seed)
+    second_deal = split(data, scheme=scheme, shards=shards, context=context, alpha=alpha, seed=seed)
     assert [firsts(shard) for shard in second_deal] == [firsts(shard) for shard in dealt]
     for shard in dealt:
         rows = shard.gather(np.arange(shard.windows))
         assert rows.shape == (shard.windows, context + 1)
         assert (np.diff(rows, axis=1) == 1).all()
-    if how == "iid":
+    if scheme == "iid":
         assert max(s.windows for s in dealt) - min(s.windows for s in dealt) <= 1
 
 
-def shares(alpha: float, how: str = "dirichlet") -> np.ndarray:
+def shares(alpha: float, scheme: str = "dirichlet") -> np.ndarray:
     """Fraction of each source (rows) in each shard (columns)."""
-    dealt = split(corpus(8001, 8001, 8001), how=how, shards=3, context=4, alpha=alpha, seed=1)
+    dealt = split(corpus(8001, 8001, 8001), scheme=scheme, shards=3, context=4, alpha=alpha, seed=1)
     return np.array([[sum(first // 10_000 == s for first in firsts(shard)) / 2000 for shard in dealt] for s in range(3)])
 
 
@@ -77,26 +77,26 @@ def test_alpha_goes_from_one_shard_each_to_all_alike():
 
 
 def test_another_seed_deals_otherwise():
-    one, other = (split(corpus(400), how="iid", shards=2, context=4, seed=seed) for seed in (0, 1))
+    one, other = (split(corpus(400), scheme="iid", shards=2, context=4, seed=seed) for seed in (0, 1))
     assert firsts(one[0]) != firsts(other[0])
 
 
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(UserError, match=r"'s1' has 4 training tokens, too few for one window of 4 \+ 1"):
-        split(corpus(100, 4), how="iid", shards=2, context=4, seed=0)
+        split(corpus(100, 4), scheme="iid", shards=2, context=4, seed=0)
     for alpha in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(UserError, match="alpha above 0"):
-            split(corpus(100), how="dirichlet", shards=2, context=4, alpha=alpha, seed=0)
+            split(corpus(100), scheme="dirichlet", shards=2, context=4, alpha=alpha, seed=0)
     with pytest.raises(UserError, match="did you mean 'dirichlet'"):
-        split(corpus(100), how="dirichelt", shards=2, context=4, seed=0)
+        split(corpus(100), scheme="dirichelt", shards=2, context=4, seed=0)
     with pytest.raises(UserError, match="1 sources make 1 shards, not 2"):
-        split(corpus(100), how="source", shards=2, context=4, seed=0)
+        split(corpus(100), scheme="source", shards=2, context=4, seed=0)
     with pytest.raises(UserError, match="context of 0"):
-        split(corpus(100), how="source", context=0, seed=0)
+        split(corpus(100), scheme="source", context=0, seed=0)
 
 
 def test_an_index_past_the_end_is_refused():
-    (shard,) = split(corpus(100), how="source", context=4, seed=0)
+    (shard,) = split(corpus(100), scheme="source", context=4, seed=0)
     for index in (-1, shard.windows):
         with pytest.raises(IndexError, match="windows 0 to 23"):
             shard.gather(np.array([index]))

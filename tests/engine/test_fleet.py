@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from heloco.corpus import prepare, split
-from heloco.engine.fleet import WAVES, Fleet, Planned, run_fleet
+from heloco.engine.fleet import WAVES, Fleet, PlannedRun, run_fleet
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import UserError
@@ -32,7 +32,9 @@ class DoubleLanguage(LanguageTask):
 def language(seed: int = 0) -> LanguageTask:
     corpus = prepare("builtin", languages=["auren", "thelis", "vesnar"])
     model = preset("1m", width=16, layers=1, heads=2, context=8, vocab_size=257)
-    return DoubleLanguage(corpus, split(corpus, how="source", context=8, seed=seed), model, context=8, seed=seed, eval_windows=4)
+    return DoubleLanguage(
+        corpus, split(corpus, scheme="source", context=8, seed=seed), model, context=8, seed=seed, eval_windows=4
+    )
 
 
 def config(**settings: Any) -> RunConfig:
@@ -42,7 +44,7 @@ def config(**settings: Any) -> RunConfig:
 
 
 @dataclass
-class Watching:
+class RecordingWatcher:
     collectors: dict[str, Collector] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     progress: list[tuple[int, int]] = field(default_factory=list)
@@ -87,30 +89,30 @@ def assert_same(fleet: Collector, single: Collector) -> None:
 
 
 def test_a_setting_that_a_stack_cannot_honour_is_refused() -> None:
-    planned = [Planned("fine", language(0), config()), Planned("compiled", language(0), config(compile=True))]
+    planned = [PlannedRun("fine", language(0), config()), PlannedRun("compiled", language(0), config(compile=True))]
     with pytest.raises(UserError, match=r"^compile is set, but a study computes .*: leave it out\.$"):
-        run_fleet(planned, Watching(), device=CPU)
+        run_fleet(planned, RecordingWatcher(), device=CPU)
 
 
 def test_each_run_of_a_fleet_gives_what_it_gives_alone() -> None:
     first, second, pictures = language(0), language(1), ImagesTask(seed=0, images=30, val_images=4)
     planned = [
-        Planned("heloco", first, config(method="heloco-ramp")),
-        Planned("mla of another seed", second, config(method="mla", seed=1)),
-        Planned("flexible", first, config(method="heloco", assign="flexible")),
-        Planned("sync", first, config(method="sync-nesterov")),
-        Planned("DyLU", second, config(method="async-nesterov", steps="dylu", inner_steps=5, seed=1)),
-        Planned("clipped: another stack", first, config(method="mla", clip=0.1)),
-        Planned("zeroed", first, config(method="heloco-ramp", drop="zero", drop_above=1)),
-        Planned("skipped", first, config(method="heloco-ramp", drop="skip", drop_above=1)),
-        Planned("images: another model", pictures, config(method="mla", task="images", arrivals=4, paces=[1, 2, 2, 3, 4])),
+        PlannedRun("heloco", first, config(method="heloco-ramp")),
+        PlannedRun("mla of another seed", second, config(method="mla", seed=1)),
+        PlannedRun("flexible", first, config(method="heloco", assign="flexible")),
+        PlannedRun("sync", first, config(method="sync-nesterov")),
+        PlannedRun("DyLU", second, config(method="async-nesterov", steps="dylu", inner_steps=5, seed=1)),
+        PlannedRun("clipped: another stack", first, config(method="mla", clip=0.1)),
+        PlannedRun("zeroed", first, config(method="heloco-ramp", drop="zero", drop_above=1)),
+        PlannedRun("skipped", first, config(method="heloco-ramp", drop="skip", drop_above=1)),
+        PlannedRun("images: another model", pictures, config(method="mla", task="images", arrivals=4, paces=[1, 2, 2, 3, 4])),
     ]
-    watching = Watching()
-    run_fleet(planned, watching, device=CPU)
-    assert watching.collectors.keys() == {each.key for each in planned} and not watching.lost
+    watcher = RecordingWatcher()
+    run_fleet(planned, watcher, device=CPU)
+    assert watcher.collectors.keys() == {each.key for each in planned} and not watcher.lost
     for each in planned[:-1]:
-        assert_same(watching.collectors[each.key], alone(each.task, each.config))
-    assert [line.arrival for line in watching.collectors[planned[-1].key].tape] == [1, 2, 3, 4]
+        assert_same(watcher.collectors[each.key], alone(each.task, each.config))
+    assert [line.arrival for line in watcher.collectors[planned[-1].key].tape] == [1, 2, 3, 4]
 
 
 @pytest.fixture(params=[1, 2], autouse=True)
@@ -120,11 +122,11 @@ def waves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_progress_counts_every_step_once() -> None:
-    watching = Watching()
+    watcher = RecordingWatcher()
     task = language()
-    run_fleet([Planned(m, task, config(method=m)) for m in ("mla", "heloco")], watching, device=CPU)
-    step_counts = [steps for steps, _ in watching.progress]
-    assert {total for _, total in watching.progress} == {2 * 12 * 3}
+    run_fleet([PlannedRun(m, task, config(method=m)) for m in ("mla", "heloco")], watcher, device=CPU)
+    step_counts = [steps for steps, _ in watcher.progress]
+    assert {total for _, total in watcher.progress} == {2 * 12 * 3}
     assert step_counts == sorted(step_counts) and step_counts[-1] == 2 * 12 * 3
 
 
@@ -137,44 +139,44 @@ def test_no_round_is_run_that_arrives_after_the_end(monkeypatch: pytest.MonkeyPa
         return original(self, jobs)
 
     monkeypatch.setattr(StackedInner, "begin", counting)
-    run_fleet([Planned("one", language(), config(paces=[1, 1, 9]))], Watching(), device=CPU)
+    run_fleet([PlannedRun("one", language(), config(paces=[1, 1, 9]))], RecordingWatcher(), device=CPU)
     assert sum(step_counts) == 12 * 3
 
 
 def test_a_run_that_diverges_does_not_hold_up_the_others() -> None:
     task = language()
     wild = config(method="mla", lr=1e30, weight_decay=1e30, max_refusals=3)
-    planned = [Planned("wild", task, wild), Planned("tame", task, config(method="mla"))]
-    watching = Watching()
-    run_fleet(planned, watching, device=CPU)
-    assert list(watching.collectors) == ["tame"] and "diverges" in watching.lost["wild"]
-    assert_same(watching.collectors["tame"], alone(task, planned[1].config))
+    planned = [PlannedRun("wild", task, wild), PlannedRun("tame", task, config(method="mla"))]
+    watcher = RecordingWatcher()
+    run_fleet(planned, watcher, device=CPU)
+    assert list(watcher.collectors) == ["tame"] and "diverges" in watcher.lost["wild"]
+    assert_same(watcher.collectors["tame"], alone(task, planned[1].config))
 
 
 def test_a_stop_keeps_what_was_finished() -> None:
-    watching = Watching()
+    watcher = RecordingWatcher()
     task = language()
-    planned = [Planned(f"run {i}", task, config(method="mla", arrivals=6)) for i in range(12)]
+    planned = [PlannedRun(f"run {i}", task, config(method="mla", arrivals=6)) for i in range(12)]
     with pytest.raises(StopRequested):
-        run_fleet(planned, watching, device=CPU, stopping=lambda: len(watching.collectors) >= 2)
-    assert 2 <= len(watching.collectors) < 12
+        run_fleet(planned, watcher, device=CPU, stopping=lambda: len(watcher.collectors) >= 2)
+    assert 2 <= len(watcher.collectors) < 12
 
 
 def test_runs_that_do_not_fit_the_memory_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("heloco.engine.fleet.free_memory", lambda _: 1.0)
-    task, watching = language(), Watching()
-    planned = [Planned(f"run {i}", task, config(method="mla", arrivals=6, seed=0)) for i in range(3)]
+    task, watcher = language(), RecordingWatcher()
+    planned = [PlannedRun(f"run {i}", task, config(method="mla", arrivals=6, seed=0)) for i in range(3)]
     counts: list[int] = []
 
     def look() -> bool:
         counts.append(len(fleet.running))
         return False
 
-    fleet = Fleet(planned, watching, CPU, stopping=look)
+    fleet = Fleet(planned, watcher, CPU, stopping=look)
     fleet.run()
-    assert list(watching.collectors) == ["run 0", "run 1", "run 2"] and max(counts) == 1
+    assert list(watcher.collectors) == ["run 0", "run 1", "run 2"] and max(counts) == 1
     for each in planned:
-        assert_same(watching.collectors[each.key], alone(task, each.config))
+        assert_same(watcher.collectors[each.key], alone(task, each.config))
 
 
 def brute_force_chains(paces: list[float], steps: list[int], arrivals: int, barrier: bool) -> dict[tuple[int, int], int]:

@@ -33,8 +33,8 @@ def books_only(paces=PACES, steps=STEPS, *, shards=4, arrivals=9, **options) -> 
     return Simulation(synchronizer, paces_s=paces, arrivals=arrivals, **options)
 
 
-def empty(handed: Round) -> Contribution:
-    return Contribution(handed.worker, handed.index, handed.version)
+def empty(worker_round: Round) -> Contribution:
+    return Contribution(worker_round.worker, worker_round.index, worker_round.version)
 
 
 # ---- the golden history
@@ -69,9 +69,9 @@ def test_rounds_know_how_far_their_shard_and_the_run_are():
     simulation, rounds = books_only(), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
-            handed = simulation.next_needed()
-            rounds.append((handed.worker, handed.index, handed.shard_steps, handed.run_steps))
-            simulation.give(empty(handed))
+            worker_round = simulation.next_needed()
+            rounds.append((worker_round.worker, worker_round.index, worker_round.shard_steps, worker_round.run_steps))
+            simulation.give(empty(worker_round))
     assert rounds == [
         (0, 0, 0, 0.0),
         (0, 1, 0, 2 / 3),  # another shard, so from the start; 2 steps of the run over 3 workers
@@ -171,18 +171,23 @@ def training(method: str) -> Simulation:
     return Simulation(synchronizer, paces_s=PACES, arrivals=14, grace_s=0.5)
 
 
-def compute(handed: Round) -> Contribution:
+def compute(worker_round: Round) -> Contribution:
     """A stand-in for the inner loop: like it a function of what was handed, its start, its data and its memory included.
     Worker 1's third round comes to nothing."""
-    draw = torch.Generator().manual_seed(derive(5, handed.worker, handed.index))
-    start_sum = (handed.memory or {"start_sum": torch.zeros((), dtype=torch.float64)})["start_sum"] + sum(
-        s for s, _ in handed.spans
+    draw = torch.Generator().manual_seed(derive(5, worker_round.worker, worker_round.index))
+    start_sum = (worker_round.memory or {"start_sum": torch.zeros((), dtype=torch.float64)})["start_sum"] + sum(
+        s for s, _ in worker_round.spans
     )
-    deltas = [0.1 * p + 0.01 * start_sum + torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in handed.parameters]
-    if (handed.worker, handed.index) == (1, 2):
+    deltas = [0.1 * p + 0.01 * start_sum + torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in worker_round.parameters]
+    if (worker_round.worker, worker_round.index) == (1, 2):
         deltas[0][0] = torch.nan
-    buffers = [handed.buffers[0] + torch.randn(2, generator=draw, dtype=torch.float64), handed.buffers[1] + handed.inner_steps]
-    return Contribution(handed.worker, handed.index, handed.version, deltas, buffers, memory={"start_sum": start_sum})
+    buffers = [
+        worker_round.buffers[0] + torch.randn(2, generator=draw, dtype=torch.float64),
+        worker_round.buffers[1] + worker_round.inner_steps,
+    ]
+    return Contribution(
+        worker_round.worker, worker_round.index, worker_round.version, deltas, buffers, memory={"start_sum": start_sum}
+    )
 
 
 def facts(simulation: Simulation, arrival: Arrival) -> tuple[Any, ...]:
@@ -227,8 +232,8 @@ def test_results_given_early_and_in_any_order_make_the_same_history(data, method
             own_history.append(facts(simulation, arrived[0]))
         elif not simulation.finished:
             needed = simulation.needed()
-            for handed in data.draw(st.permutations(needed))[: data.draw(st.integers(1, len(needed)))]:
-                simulation.give(compute(handed))
+            for worker_round in data.draw(st.permutations(needed))[: data.draw(st.integers(1, len(needed)))]:
+                simulation.give(compute(worker_round))
     assert own_history == history
     assert same(tensors_of(simulation), tensors_of(expected))
 
@@ -260,8 +265,8 @@ def test_saved_in_the_middle_it_goes_on_to_the_same_history(method, stop, early)
     if early:
         assert simulation.advance() is None  # whoever may start has started
     under_way = simulation.needed()
-    for handed in under_way[:early]:  # given, but their time has not come
-        simulation.give(compute(handed))
+    for worker_round in under_way[:early]:  # given, but their time has not come
+        simulation.give(compute(worker_round))
     resumed = through_disk(simulation, method)
     assert [(r.worker, r.index) for r in resumed.needed()] == [(r.worker, r.index) for r in under_way]  # the given ones again
     assert first_part + finish(resumed) == history
@@ -299,10 +304,16 @@ def test_a_worker_keeps_its_memory_over_a_refused_round():
     simulation, memories = training("heloco"), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
-            handed = simulation.next_needed()
-            memories.append((handed.worker, handed.index, None if handed.memory is None else float(handed.memory["start_sum"])))
-            simulation.give(compute(handed))
-    of_1 = [start_sum for worker, _, start_sum in memories if worker == 1]
-    assert of_1[0] is None
-    assert of_1[1] is not None
-    assert of_1[3] == of_1[2]  # round 2 was refused: round 3 starts from what round 1 left
+            worker_round = simulation.next_needed()
+            memories.append(
+                (
+                    worker_round.worker,
+                    worker_round.index,
+                    None if worker_round.memory is None else float(worker_round.memory["start_sum"]),
+                )
+            )
+            simulation.give(compute(worker_round))
+    start_sums = [start_sum for worker, _, start_sum in memories if worker == 1]
+    assert start_sums[0] is None
+    assert start_sums[1] is not None
+    assert start_sums[3] == start_sums[2]  # round 2 was refused: round 3 starts from what round 1 left

@@ -16,7 +16,7 @@ from heloco.outer import MLA, HeLoCo, Nesterov, OuterOptimizer
 from heloco.outer.heloco import heloco_step
 from heloco.outer.mla import mla_step
 from heloco.outer.nesterov import nesterov_step
-from heloco.policy import SHARD_POLICIES, Standing, make_choice, make_weight
+from heloco.policy import SHARD_POLICIES, ArrivalCounts, make_choice, make_weight
 from heloco.registry import NotInstalled, Registry
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.settings import knob_settings, to_toml
@@ -233,13 +233,13 @@ def test_a_weight_with_options():
 
 
 def test_a_weight_that_is_a_function_and_what_it_must_not_give():
-    package.register_weight("halved", lambda standing: 0.5 / standing.workers)
+    package.register_weight("halved", lambda counts: 0.5 / counts.workers)
     assert {line.weight for line in simulated(weight="halved").tape} == {0.5 / 3}
     for number in (-1.0, float("nan"), None):
         package.register_weight("wrong", lambda _, number=number: number)
         with pytest.raises(UserError, match="The arrival weight 'wrong' gave"):
-            make_weight("wrong")(Standing(0, 1, 1, 1))
-    with pytest.raises(UserError, match=r"give a function \(standing\) -> ρ"):
+            make_weight("wrong")(ArrivalCounts(0, 1, 1, 1))
+    with pytest.raises(UserError, match=r"give a function \(counts\) -> ρ"):
         package.register_weight("wrong", 3.0)
 
 

@@ -2,7 +2,8 @@
 
 An instrumented run lists the files with a function that is handed the contribution in one of its forms: its tensors, the file
 that receives them, the worker's report, the event, the arrival, the line of the tape. What every request passes (admission, who
-asks) is not counted, nor are the files inside the outer rule's room.
+asks) is not counted, nor are the files inside the outer rule's room. The files that run anything between hand-in and
+acknowledgement, in any thread, are more: they are printed, and their number is bounded too.
 """
 
 import re
@@ -39,12 +40,16 @@ SETTINGS = {
 }  # fmt: skip
 
 
+PATH_LIMIT, RUNNING_LIMIT = 18, 60
+
+
 class Trail:
-    """Notes the files that a contribution passes, while it is on."""
+    """Notes the files that a contribution passes, while it is on, and those that run anything while it is handed in."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
-        self.is_on = False
+        self.running_files: set[str] = set()
+        self.is_on = self.is_handing_in = False
         self._lists: list[Any] = []
         """The pseudo-gradients of contributions, which the outer rule gets as they are."""
 
@@ -52,11 +57,14 @@ class Trail:
         code = frame.f_code
         if not self.is_on or event not in ("call", "return") or not code.co_filename.startswith(str(ROOT)):
             return
+        file = str(Path(code.co_filename).relative_to(ROOT))
+        if self.is_handing_in:
+            self.running_files.add(file)
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         handed_out = [result] if isinstance(result, list) else []  # by the inner loop
         values = [frame.f_locals.get(name) for name in names] if event == "call" else handed_out
         if any(map(self._is_contribution, values)):
-            self.files[str(Path(code.co_filename).relative_to(ROOT))] = None
+            self.files[file] = None
 
     def _is_contribution(self, value: Any) -> bool:
         if isinstance(value, Contribution):
@@ -82,7 +90,9 @@ def test_a_contribution_passes_few_files_and_the_docs_show_them(tmp_path, cache,
 
             def second_round(rounds: Any) -> Any:
                 path.is_on = worker.rounds == 1
-                return run(rounds)
+                contributions = run(rounds)
+                path.is_handing_in = path.is_on
+                return contributions
 
             monkeypatch.setattr(worker.inner, "run", second_round)
             worker.after_round = lambda: setattr(path, "is_on", False)
@@ -93,7 +103,9 @@ def test_a_contribution_passes_few_files_and_the_docs_show_them(tmp_path, cache,
             threading.setprofile(None)  # type: ignore[arg-type]
             host.close()
     assert worker.rounds == 3
+    print(f"{len(path.running_files)} files run between hand-in and acknowledgement:", *sorted(path.running_files), sep="\n    ")
+    assert path.files.keys() - {"inner/sequential.py"} <= path.running_files and len(path.running_files) <= RUNNING_LIMIT
     figure = re.search(r"## The way of a contribution(.*?)\n## ", DESIGN.read_text(), re.S)
     assert figure is not None
     drawn = re.findall(r"[a-z_/]+\.py", "".join(re.findall(r"^    .*$", figure[1], re.M)))
-    assert set(path.files) == set(drawn) and len(path.files) <= 18
+    assert set(path.files) == set(drawn) and len(path.files) <= PATH_LIMIT

@@ -81,15 +81,15 @@ def tree(markdown: str) -> list[Path]:
     for block in code_blocks(markdown):
         if not re.match(r"\s*[\w./-]+/(\s|$)", block.text.translate(GLYPHS)):
             continue
-        above: list[tuple[int, Path]] = []
+        parents: list[tuple[int, Path]] = []
         for line in block.text.translate(GLYPHS).splitlines():
             if not line.strip():
                 continue
             column, name = len(line) - len(line.lstrip()), line.split()[0]
-            while above and above[-1][0] >= column:
-                above.pop()
-            paths.append((above[-1][1] if above else Path()) / name)
-            above.append((column, paths[-1]))
+            while parents and parents[-1][0] >= column:
+                parents.pop()
+            paths.append((parents[-1][1] if parents else Path()) / name)
+            parents.append((column, paths[-1]))
     return paths
 
 
@@ -167,9 +167,9 @@ def test_every_study_has_the_rows_and_methods_that_are_asked_for(readme):
 
 
 def test_a_study_of_ones_own_runs(readme, tmp_path):
-    [own] = [block.text for block in code_blocks(readme) if block.language == "toml"]
+    [config_text] = [block.text for block in code_blocks(readme) if block.language == "toml"]
     path = tmp_path / "mine.toml"
-    path.write_text(own)
+    path.write_text(config_text)
     study = load_study(str(path))
     assert grid(study, scale="paper", seeds=1)
     result = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
@@ -199,10 +199,10 @@ def test_every_path_of_the_tree_exists(readme):
     assert len(paths) > 5, "the annotated tree was not found"
     missing = [str(path) for path in paths if not (ROOT / path).exists()]
     assert not missing
-    shown = {path.name for path in paths if path.parent == Path("src/heloco")}
+    rooms_in_tree = {path.name for path in paths if path.parent == Path("src/heloco")}
     hidden = {"__init__.py", "__pycache__", "py.typed", "errors.py", "seeds.py"}
     rooms = {path.name for path in (ROOT / "src" / "heloco").iterdir() if not path.name.startswith(".")} - hidden
-    assert rooms <= shown, "rooms that the tree does not show"
+    assert rooms <= rooms_in_tree, "rooms that the tree does not show"
 
 
 def test_every_link_to_a_file_leads_somewhere(readme):

@@ -1,6 +1,7 @@
 """The rooms of the design: a room imports only from rooms above it, early or late."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import heloco
+from heloco.records import run_files
 
 PACKAGE = Path(heloco.__file__).parent
 FLOORS = [
@@ -35,6 +37,8 @@ FLOORS = [
 FOR_ALL = {
     "errors", "seeds", "disk", "dtypes", "finite", "places", "hosts", "verdicts", "knobs", "registry", "uvicorn_internals",
 }  # fmt: skip
+NAMES_FOR_ALL = "heloco.wire.blocks"
+"""The names of tensors: every room may import this module, and it imports none of them."""
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -57,8 +61,8 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
+            package_parts = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*package_parts, *([node.module] if node.module else [])])
             yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
@@ -69,7 +73,8 @@ def top(module: str) -> str:
 def inside(path: Path) -> Iterator[tuple[int, str]]:
     """(line, room) of each import from heloco; the package's own name stands for no room."""
     for line, module in imports_of(path):
-        if top(module) == "heloco" and module not in ("heloco", "heloco.__version__"):
+        is_for_all = f"{module}.".startswith(f"{NAMES_FOR_ALL}.")
+        if top(module) == "heloco" and module not in ("heloco", "heloco.__version__") and not is_for_all:
             yield line, module.split(".")[1]
 
 
@@ -87,6 +92,27 @@ def test_a_room_imports_only_from_rooms_above_it(path):
         elif other not in FOR_ALL and other != room:
             assert other in FLOOR_OF, f"{path}:{line}: imports {other}, which is no room"
             assert FLOOR_OF[other] < FLOOR_OF[room], f"{path}:{line}: {room} imports {other}, which is not above it"
+
+
+def test_the_names_of_tensors_are_for_all_and_know_no_room():
+    assert not list(inside(PACKAGE / "wire" / "blocks.py"))
+
+
+def test_tensors_are_named_in_one_module():
+    """`parameter.3` and the like are put together and taken apart in wire/blocks.py alone."""
+    spelling = re.compile(r"[\"'](parameter|buffer|pseudo_gradient|gathered|gathered_buffer|outer)\.(\{|[\"'])")
+    spelt = [path.relative_to(PACKAGE) for path in MODULES if spelling.search(path.read_text(encoding="utf-8"))]
+    assert spelt == []  # wire/blocks.py writes the kinds as constants
+
+
+def test_files_of_a_run_are_named_in_one_module():
+    names = set(run_files.NAMES)
+    for path in MODULES:
+        if path.name != "run_files.py":
+            texts = {
+                node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)
+            }
+            assert not texts & names, path
 
 
 def cluster_room_of(module: str) -> str:

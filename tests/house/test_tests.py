@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import heloco
-from support.repository import TESTS
+from support.repository import REPOSITORY, TESTS
 
 PACKAGE = Path(heloco.__file__).parent
 BESIDES_ROOMS = {
@@ -19,11 +19,14 @@ BESIDES_ROOMS = {
     "support": "what several test files use",
 }
 FILES = sorted(path for path in TESTS.rglob("*.py") if "__pycache__" not in path.parts)
+USERS = [*FILES, *sorted((REPOSITORY / "benchmarks").rglob("*.py")), *sorted((REPOSITORY / "examples").rglob("*.py"))]
+"""All that uses the package from outside."""
+LINE_LIMIT = 400
 
 
 def is_private(name: str) -> bool:
-    of_named_tuples = ("_replace", "_asdict")
-    return name.startswith("_") and not name.startswith("__") and name not in ("_", *of_named_tuples)
+    named_tuple_methods = ("_replace", "_asdict")
+    return name.startswith("_") and not name.startswith("__") and name not in ("_", *named_tuple_methods)
 
 
 def private_names() -> set[str]:
@@ -66,8 +69,12 @@ def test_no_test_imports_another(path):
         assert not others, f"line {node.lineno}: what several tests use is in support/"
 
 
-def test_no_test_touches_a_private_of_the_package():
+def test_no_test_benchmark_or_example_touches_a_private_of_the_package():
     privates = private_names()
-    touched = [f"{path.relative_to(TESTS)}:{line} {name}" for path in FILES for line, name in names_of_others(path)
+    touched = [f"{path.relative_to(REPOSITORY)}:{line} {name}" for path in USERS for line, name in names_of_others(path)
                if name in privates]  # fmt: skip
     assert touched == []
+
+
+def test_no_test_file_is_too_long_to_be_read_at_once():
+    assert [path for path in FILES if len(path.read_text(encoding="utf-8").splitlines()) > LINE_LIMIT] == []

@@ -27,9 +27,9 @@ def test_a_fresh_adamw_each_round_equals_the_plain_loop_to_the_bit():
     task = task_of(mlp())
     inner = SequentialInner(task, OPTIONS, seed=0)
     for index in range(3):
-        handed = round_for(task, OPTIONS, index=index, shard=1, shard_steps=5 * index)
-        [ours] = inner.run([handed])
-        deltas, losses = Plain(task, OPTIONS).run(handed, range(15 * index, 15 * index + 15), base=5 * index)
+        worker_round = round_for(task, OPTIONS, index=index, shard=1, shard_steps=5 * index)
+        [ours] = inner.run([worker_round])
+        deltas, losses = Plain(task, OPTIONS).run(worker_round, range(15 * index, 15 * index + 15), base=5 * index)
         assert same(ours.pseudo_gradient, deltas)
         assert (ours.worker, ours.index, ours.version, ours.memory) == (0, index, 0, None)
         assert ours.loss == pytest.approx(sum(losses) / 5, rel=1e-7)
@@ -42,11 +42,11 @@ def test_an_adamw_that_is_kept_equals_one_plain_optimizer_over_all_rounds_to_the
     inner, fresh = SequentialInner(task, options, seed=0), SequentialInner(task, OPTIONS, seed=0)
     plain, memory = Plain(task, options), None
     for index in range(3):
-        handed = round_for(task, options, index=index, shard_steps=5 * index, memory=memory)
-        [ours] = inner.run([handed])
-        deltas, _ = plain.run(handed, range(15 * index, 15 * index + 15), base=5 * index)
+        worker_round = round_for(task, options, index=index, shard_steps=5 * index, memory=memory)
+        [ours] = inner.run([worker_round])
+        deltas, _ = plain.run(worker_round, range(15 * index, 15 * index + 15), base=5 * index)
         assert same(ours.pseudo_gradient, deltas)
-        [forgetful] = fresh.run([replace(handed, memory=None)])
+        [forgetful] = fresh.run([replace(worker_round, memory=None)])
         assert same(ours.pseudo_gradient, forgetful.pseudo_gradient) == (index == 0)
         memory = ours.memory
     assert memory is not None
@@ -80,10 +80,10 @@ def test_a_round_does_not_write_to_what_it_was_handed():
     task = task_of(with_norm())
     inner = SequentialInner(task, options, seed=0)
     [first] = inner.run([round_for(task, options)])
-    handed = round_for(task, options, index=1, memory=first.memory)
-    copies = [t.clone() for t in (*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers)]
-    inner.run([handed])
-    assert same([*handed.parameters, *handed.buffers, *first.memory.values(), *first.buffers], copies)
+    worker_round = round_for(task, options, index=1, memory=first.memory)
+    copies = [t.clone() for t in (*worker_round.parameters, *worker_round.buffers, *first.memory.values(), *first.buffers)]
+    inner.run([worker_round])
+    assert same([*worker_round.parameters, *worker_round.buffers, *first.memory.values(), *first.buffers], copies)
 
 
 def test_the_other_settings_of_adamw_reach_it():
@@ -91,10 +91,10 @@ def test_the_other_settings_of_adamw_reach_it():
         batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, beta1=0.5, beta2=0.7, weight_decay=0.3, adam_eps=1e-3
     )
     task = task_of(mlp())
-    handed = round_for(task, options)
-    [ours] = SequentialInner(task, options, seed=0).run([handed])
-    assert same(ours.pseudo_gradient, Plain(task, options).run(handed, range(15), 0)[0])
-    assert not same(ours.pseudo_gradient, SequentialInner(task, OPTIONS, seed=0).run([handed])[0].pseudo_gradient)
+    worker_round = round_for(task, options)
+    [ours] = SequentialInner(task, options, seed=0).run([worker_round])
+    assert same(ours.pseudo_gradient, Plain(task, options).run(worker_round, range(15), 0)[0])
+    assert not same(ours.pseudo_gradient, SequentialInner(task, OPTIONS, seed=0).run([worker_round])[0].pseudo_gradient)
 
 
 # ---- options of a step
@@ -103,10 +103,10 @@ def test_the_other_settings_of_adamw_reach_it():
 def test_clipping_equals_the_plain_loop_and_makes_a_difference():
     options = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, clip=0.05)
     task = task_of(mlp())
-    handed = round_for(task, options)
-    [ours] = SequentialInner(task, options, seed=0).run([handed])
-    assert same(ours.pseudo_gradient, Plain(task, options).run(handed, range(15), 0)[0])
-    assert not same(ours.pseudo_gradient, SequentialInner(task, OPTIONS, seed=0).run([handed])[0].pseudo_gradient)
+    worker_round = round_for(task, options)
+    [ours] = SequentialInner(task, options, seed=0).run([worker_round])
+    assert same(ours.pseudo_gradient, Plain(task, options).run(worker_round, range(15), 0)[0])
+    assert not same(ours.pseudo_gradient, SequentialInner(task, OPTIONS, seed=0).run([worker_round])[0].pseudo_gradient)
 
 
 def test_accumulated_micro_batches_equal_the_large_batch():
@@ -123,9 +123,9 @@ def test_accumulated_micro_batches_equal_the_large_batch():
 
 def test_bf16_runs_under_autocast_close_to_fp32_and_hands_back_fp32():
     task = task_of(mlp())
-    handed = round_for(task, OPTIONS, steps=1)
+    worker_round = round_for(task, OPTIONS, steps=1)
     bf16 = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, precision="bf16")
-    [half], [full] = (SequentialInner(task, o, seed=0).run([handed]) for o in (bf16, OPTIONS))
+    [half], [full] = (SequentialInner(task, o, seed=0).run([worker_round]) for o in (bf16, OPTIONS))
     assert all(d.dtype == torch.float32 and d.isfinite().all() for d in half.pseudo_gradient)
     assert half.loss != full.loss
     assert half.loss == pytest.approx(full.loss, rel=2**-6)  # three roundings to 8 bits, squared
@@ -139,10 +139,10 @@ def compiler() -> str | None:
 @pytest.mark.skipif(compiler() is None, reason="torch.compile needs a C++ compiler, and there is none")
 def test_a_compiled_model_runs_and_agrees():
     task = task_of(seeded(lambda: nn.Linear(4, 2)))
-    handed = round_for(task, OPTIONS, steps=2)
+    worker_round = round_for(task, OPTIONS, steps=2)
     compiled = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, compile=True)
     inner = SequentialInner(task, compiled, seed=0)
-    [ours], [theirs] = inner.run([handed]), SequentialInner(task, OPTIONS, seed=0).run([handed])
+    [ours], [theirs] = inner.run([worker_round]), SequentialInner(task, OPTIONS, seed=0).run([worker_round])
     assert type(inner.compiled_model) is not type(inner.model)
     for a, b in zip(ours.pseudo_gradient, theirs.pseudo_gradient, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)

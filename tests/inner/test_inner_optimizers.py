@@ -48,8 +48,8 @@ def test_rounds_equal_a_plain_loop_to_the_bit(settings, keep):
     options = InnerOptions(
         inner_optimizer=name, inner_momentum=momentum, batch_size=BATCH, lr=0.01, lr_min=0.01, weight_decay=0.1, keep_state=keep
     )
-    own = task()
-    inner, model, memory = SequentialInner(own, options, seed=0), own.build_model(), None
+    dataset_task = task()
+    inner, model, memory = SequentialInner(dataset_task, options, seed=0), dataset_task.build_model(), None
     optimizers = plain(options, model)
     for index in range(3):
         start = [p.detach().clone() for p in model.parameters()]
@@ -57,7 +57,7 @@ def test_rounds_equal_a_plain_loop_to_the_bit(settings, keep):
         [ours] = inner.run([Round(0, index, 0, 0, spans, STEPS, 0, 0.0, start, [], memory)])
         optimizers = optimizers if keep else plain(options, model)
         for positions in np.arange(spans[0][0], spans[0][0] + STEPS * BATCH).reshape(STEPS, BATCH):
-            own.loss(model, own.batch(0, positions)).backward()
+            dataset_task.loss(model, dataset_task.batch(0, positions)).backward()
             for optimizer in optimizers:
                 optimizer.param_groups[0]["lr"] = 0.01
                 optimizer.step()

@@ -29,16 +29,16 @@ def identical(a: Contribution, b: Contribution) -> bool:
 def test_batch_norms_buffers_go_both_ways():
     task = task_of(with_norm())
     inner = SequentialInner(task, OPTIONS, seed=0)
-    handed = round_for(task, OPTIONS, steps=1)
-    handed.buffers = [torch.full((8,), 5.0), torch.full((8,), 3.0), torch.tensor(41)]
-    [ours] = inner.run([handed])
+    worker_round = round_for(task, OPTIONS, steps=1)
+    worker_round.buffers = [torch.full((8,), 5.0), torch.full((8,), 3.0), torch.tensor(41)]
+    [ours] = inner.run([worker_round])
     with torch.no_grad():
-        features = F.linear(task.batch(0, np.arange(3))[0], *handed.parameters[:2])
+        features = F.linear(task.batch(0, np.arange(3))[0], *worker_round.parameters[:2])
         mean, variance = features.mean(0), features.var(0)
     torch.testing.assert_close(ours.buffers[0], 0.9 * torch.full((8,), 5.0) + 0.1 * mean)
     torch.testing.assert_close(ours.buffers[1], 0.9 * torch.full((8,), 3.0) + 0.1 * variance)
     assert ours.buffers[2] == 42
-    assert handed.buffers[0].eq(5).all()
+    assert worker_round.buffers[0].eq(5).all()
     copies = [b.clone() for b in ours.buffers]
     inner.run([round_for(task, OPTIONS, index=1)])
     assert same(ours.buffers, copies)  # a contribution is the worker's own, whatever runs next
@@ -48,8 +48,8 @@ def test_a_model_that_was_left_in_evaluation_mode_trains_all_the_same():
     task = task_of(with_dropout())
     inner, other = SequentialInner(task, OPTIONS, seed=0), SequentialInner(task, OPTIONS, seed=0)
     other.model.eval()
-    handed = round_for(task, OPTIONS)
-    assert identical(inner.run([handed])[0], other.run([handed])[0])
+    worker_round = round_for(task, OPTIONS)
+    assert identical(inner.run([worker_round])[0], other.run([worker_round])[0])
 
 
 # ---- randomness
@@ -60,10 +60,10 @@ def test_a_round_run_twice_gives_the_same_contribution_to_the_bit(make):
     task = task_of(make())
     options = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, keep_state=True)
     inner = SequentialInner(task, options, seed=0)
-    handed = round_for(task, options, worker=2, index=4)
-    [first] = inner.run([handed])
-    _, repeat = inner.run([round_for(task, options, worker=1, shard=1), handed])  # another round in between
-    [elsewhere] = SequentialInner(task, options, seed=0).run([handed])
+    worker_round = round_for(task, options, worker=2, index=4)
+    [first] = inner.run([worker_round])
+    _, repeat = inner.run([round_for(task, options, worker=1, shard=1), worker_round])  # another round in between
+    [elsewhere] = SequentialInner(task, options, seed=0).run([worker_round])
     assert identical(first, repeat)
     assert identical(first, elsewhere)
 
@@ -72,11 +72,11 @@ def test_dropout_depends_on_the_seed_the_worker_and_the_round_and_on_nothing_els
     task = task_of(with_dropout())
 
     def deltas(*, seed: int = 0, worker: int = 0, index: int = 0, global_seed: int = 0) -> list[Tensor]:
-        handed = round_for(task, OPTIONS)
-        handed.worker, handed.index = worker, index
+        worker_round = round_for(task, OPTIONS)
+        worker_round.worker, worker_round.index = worker, index
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(global_seed)
-            return SequentialInner(task, OPTIONS, seed=seed).run([handed])[0].pseudo_gradient
+            return SequentialInner(task, OPTIONS, seed=seed).run([worker_round])[0].pseudo_gradient
 
     base = deltas()
     assert same(base, deltas(global_seed=123))
@@ -98,10 +98,10 @@ def test_the_global_generator_is_left_as_it_was():
 def test_spans_in_several_pieces_are_one_stream_of_positions():
     task = task_of(mlp())
     spans = ((40, 4), (0, 1), (61, 10))  # the last goes on into the second epoch
-    handed = round_for(task, OPTIONS, spans=spans)
-    [ours] = SequentialInner(task, OPTIONS, seed=0).run([handed])
+    worker_round = round_for(task, OPTIONS, spans=spans)
+    [ours] = SequentialInner(task, OPTIONS, seed=0).run([worker_round])
     positions = [40, 41, 42, 43, 0, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70]
-    assert same(ours.pseudo_gradient, Plain(task, OPTIONS).run(handed, positions, 0)[0])
+    assert same(ours.pseudo_gradient, Plain(task, OPTIONS).run(worker_round, positions, 0)[0])
     assert ours.samples == 15
 
 
@@ -110,7 +110,7 @@ def test_rounds_come_back_in_the_order_they_went():
     rounds = [round_for(task, OPTIONS, worker=w, index=i, shard=w) for w, i in ((1, 0), (0, 2), (1, 1))]
     contributions = SequentialInner(task, OPTIONS, seed=0).run(rounds)
     assert [(c.worker, c.index) for c in contributions] == [(1, 0), (0, 2), (1, 1)]
-    alone = [SequentialInner(task, OPTIONS, seed=0).run([handed])[0] for handed in rounds]
+    alone = [SequentialInner(task, OPTIONS, seed=0).run([worker_round])[0] for worker_round in rounds]
     assert all(identical(a, b) for a, b in zip(contributions, alone, strict=True))
 
 
@@ -121,8 +121,8 @@ class Stop(Exception):
 def test_what_before_step_raises_ends_the_round_and_leaves_no_trace():
     task = task_of(with_dropout())
     options = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, keep_state=True)
-    handed = round_for(task, options)
-    [undisturbed] = SequentialInner(task, options, seed=0).run([handed])
+    worker_round = round_for(task, options)
+    [undisturbed] = SequentialInner(task, options, seed=0).run([worker_round])
     calls = []
 
     def before_step() -> None:
@@ -133,8 +133,8 @@ def test_what_before_step_raises_ends_the_round_and_leaves_no_trace():
     inner = SequentialInner(task, options, seed=0, before_step=before_step)
     generator = torch.get_rng_state()
     with pytest.raises(Stop):
-        inner.run([handed])
+        inner.run([worker_round])
     assert torch.equal(torch.get_rng_state(), generator)
     assert calls == [0, 1, 2]
-    assert identical(inner.run([handed])[0], undisturbed)
-    assert len(calls) == 3 + handed.inner_steps
+    assert identical(inner.run([worker_round])[0], undisturbed)
+    assert len(calls) == 3 + worker_round.inner_steps

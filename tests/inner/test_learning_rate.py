@@ -43,9 +43,9 @@ def test_a_warm_up_rises_linearly_before_the_cosine(position, expected):
 def test_a_round_stands_on_the_cosine_by_its_shard_or_by_the_run(position, base):
     options = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, lr_position=position)
     task = task_of(mlp())
-    handed = round_for(task, options, shard_steps=7, run_steps=2.5)
-    [ours] = SequentialInner(task, options, seed=0).run([handed])
-    assert same(ours.pseudo_gradient, Plain(task, options).run(handed, range(21, 36), base)[0])
+    worker_round = round_for(task, options, shard_steps=7, run_steps=2.5)
+    [ours] = SequentialInner(task, options, seed=0).run([worker_round])
+    assert same(ours.pseudo_gradient, Plain(task, options).run(worker_round, range(21, 36), base)[0])
 
 
 def positions_of_rounds(paces: Sequence[float], *, barrier: bool = False) -> list[tuple[int, float]]:
@@ -63,9 +63,9 @@ def positions_of_rounds(paces: Sequence[float], *, barrier: bool = False) -> lis
     simulation, positions = Simulation(synchronizer, paces_s=paces, arrivals=30), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
-            handed = simulation.next_needed()
-            positions.append((handed.shard_steps, handed.run_steps))
-            simulation.give(Contribution(handed.worker, handed.index, handed.version))
+            worker_round = simulation.next_needed()
+            positions.append((worker_round.shard_steps, worker_round.run_steps))
+            simulation.give(Contribution(worker_round.worker, worker_round.index, worker_round.version))
     return positions
 
 

@@ -32,13 +32,13 @@ def test_pooled_is_the_mean_of_the_corrected_moments() -> None:
     for worker in (0, 2):
         before = {name: t.clone() for name, t in memories[worker].items()}
         pooled_memory = shared_memory("pooled", BETA2, worker, memories)
-        for name, own in memories[worker].items():
-            assert torch.equal(own, before[name])  # what the worker kept stays its own
+        for name, tensor in memories[worker].items():
+            assert torch.equal(tensor, before[name])  # what the worker kept stays its own
             if name.endswith("exp_avg_sq"):
                 mean = (corrected(memories[0], name) + corrected(memories[2], name)) / 2
                 torch.testing.assert_close(corrected(pooled_memory, name), mean, rtol=1e-12, atol=0)
             else:
-                assert torch.equal(pooled_memory[name], own)
+                assert torch.equal(pooled_memory[name], tensor)
 
 
 def test_rows_of_a_table_are_raised_to_the_mean_and_nothing_else_changes() -> None:
@@ -55,17 +55,17 @@ def test_rows_of_a_table_are_raised_to_the_mean_and_nothing_else_changes() -> No
         assert torch.equal(raised_memory[name], memories[1][name])
 
 
-@pytest.mark.parametrize("how", ["pooled", "rows"])
-def test_who_is_alone_or_has_kept_nothing_starts_with_its_own(how: str) -> None:
+@pytest.mark.parametrize("sharing", ["pooled", "rows"])
+def test_who_is_alone_or_has_kept_nothing_starts_with_its_own(sharing: str) -> None:
     alone = kept(0, 3)
-    assert shared_memory(how, BETA2, 0, [alone, None]) is alone
-    assert shared_memory(how, BETA2, 1, [alone, None, kept(1, 3)]) is None
+    assert shared_memory(sharing, BETA2, 0, [alone, None]) is alone
+    assert shared_memory(sharing, BETA2, 1, [alone, None, kept(1, 3)]) is None
 
 
-@pytest.mark.parametrize("how", ["pooled", "rows"])
-def test_equal_workers_share_what_they_have(how: str) -> None:
+@pytest.mark.parametrize("sharing", ["pooled", "rows"])
+def test_equal_workers_share_what_they_have(sharing: str) -> None:
     memories = [kept(0, 3), kept(0, 3)]
-    for name, shared in shared_memory(how, BETA2, 0, memories).items():
+    for name, shared in shared_memory(sharing, BETA2, 0, memories).items():
         torch.testing.assert_close(shared, memories[0][name], rtol=1e-12, atol=1e-15)
 
 
@@ -87,5 +87,5 @@ def test_with_fixed_shards_the_other_languages_are_not_unlearnt() -> None:
     settings = {"paces": [1, 1, 1], "languages": ["auren", "thelis", "vesnar"], "keep_state": True, "lr_position": "run"}
     settings |= {"width": 32, "layers": 1, "heads": 2, "context": 32, "inner_steps": 8, "arrivals": 60, "lr": 3e-3}
     settings |= {"eval_every": 0, "method": "heloco-adaptive"}
-    losses = {how: simulate(**settings, second_moment=how).loss for how in ("", "rows", "pooled")}
+    losses = {sharing: simulate(**settings, second_moment=sharing).loss for sharing in ("", "rows", "pooled")}
     assert losses["pooled"] < losses["rows"] < losses[""], losses

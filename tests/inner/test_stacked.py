@@ -44,7 +44,7 @@ class DoubleImages(ImagesTask):
 def language(seed: int = 0, tied: bool = False) -> LanguageTask:
     corpus = prepare("builtin", languages=["auren", "thelis", "vesnar"])
     model = preset("1m", width=16, layers=2, heads=2, context=8, vocab_size=257, tied=tied)
-    shards = split(corpus, how="source", context=8, seed=seed)
+    shards = split(corpus, scheme="source", context=8, seed=seed)
     return DoubleLanguage(corpus, shards, model, context=8, seed=seed, eval_windows=2)
 
 
@@ -52,7 +52,7 @@ def images(seed: int = 0) -> ImagesTask:
     return DoubleImages(seed=seed, images=40, val_images=4)
 
 
-def own(seed: int = 0) -> DatasetTask:
+def dataset_task(seed: int = 0) -> DatasetTask:
     draw = torch.Generator().manual_seed(seed)
     data = [{"x": torch.randn(3, generator=draw).double(), "y": torch.randn(1, generator=draw).double()} for _ in range(30)]
     torch.default_generator.manual_seed(5)
@@ -73,8 +73,8 @@ def jobs_of(task: Task, options: InnerOptions, steps: list[int], start: int = 0)
         parameters = [p.detach() + 0.01 * torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in model.parameters()]
         count = inner_steps * options.windows_per_step
         spans = ((7 * i, 1), (7 * i + 3, count - 1)) if count > 1 else ((7 * i, count),)
-        handed = Round(i, 0, 0, i % len(task.shards), spans, inner_steps, 5 * i, 3.0 * i, parameters, list(model.buffers()))
-        jobs.append(Job(handed, task, options))
+        worker_round = Round(i, 0, 0, i % len(task.shards), spans, inner_steps, 5 * i, 3.0 * i, parameters, list(model.buffers()))
+        jobs.append(Job(worker_round, task, options))
     return jobs
 
 
@@ -93,7 +93,7 @@ def assert_same(stacked: Contribution, sequential: Contribution) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("make", [language, images, own])
+@pytest.mark.parametrize("make", [language, images, dataset_task])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -163,7 +163,7 @@ def test_a_stack_is_used_again_for_other_rounds() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
-@pytest.mark.parametrize("make", [own, language])
+@pytest.mark.parametrize("make", [dataset_task, language])
 def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task], optimizer: str) -> None:
     task, options = make(), InnerOptions(**{**vars(OPTIONS), "keep_state": True, "inner_optimizer": optimizer})
     jobs = jobs_of(task, options, [3, 2])
@@ -190,7 +190,9 @@ def test_the_generic_and_the_tuned_path_agree(tied: bool) -> None:
     tuned, generic = stacked_loss(task, model), VmapLoss(task, model)
     assert isinstance(tuned, GPTLoss)
     jobs = jobs_of(task, OPTIONS, [1, 1, 1])
-    parameters = [torch.stack(of_block).requires_grad_() for of_block in zip(*(j.round.parameters for j in jobs), strict=True)]
+    parameters = [
+        torch.stack(block_starts).requires_grad_() for block_starts in zip(*(j.round.parameters for j in jobs), strict=True)
+    ]
     batch = torch.stack([job.batches() for job in jobs])
     results = []
     for loss in (tuned, generic):
@@ -201,7 +203,7 @@ def test_the_generic_and_the_tuned_path_agree(tied: bool) -> None:
 
 
 def test_with_the_usual_epsilon_too() -> None:
-    task, options = own(), InnerOptions(**{**vars(OPTIONS), "adam_eps": 1e-8})
+    task, options = dataset_task(), InnerOptions(**{**vars(OPTIONS), "adam_eps": 1e-8})
     jobs = jobs_of(task, options, [3, 3])
     for stacked, job in zip(StackedInner(task).run(jobs), jobs, strict=True):
         assert_same(stacked, alone(job))
@@ -257,7 +259,7 @@ def kernel_sized() -> LanguageTask:
     """In float32, of sizes that the GPU's kernels are written for."""
     corpus = prepare("builtin", languages=["auren", "thelis", "vesnar"])
     model = preset("1m", width=32, layers=2, heads=2, context=16, vocab_size=257)
-    return LanguageTask(corpus, split(corpus, how="source", context=16), model, context=16, seed=0, eval_windows=2)
+    return LanguageTask(corpus, split(corpus, scheme="source", context=16), model, context=16, seed=0, eval_windows=2)
 
 
 def test_with_rounded_products_a_stack_stays_close(fused: None) -> None:  # noqa: ARG001

@@ -71,7 +71,7 @@ def test_all_blocks_at_once_are_each_block_alone_to_the_bit(weight: float) -> No
         columns = np.array([coefficients_of(correction, weight) for correction in chosen]).T
         a, b, outcomes = combine_all(np.array(sums), columns)
         together = list(zip(a.tolist(), b.tolist(), outcomes, strict=True))
-        alone = [one_block(*of_block, correction, weight) for of_block, correction in zip(sums, chosen, strict=True)]
+        alone = [one_block(*block_sums, correction, weight) for block_sums, correction in zip(sums, chosen, strict=True)]
         assert list(map(repr, together)) == list(map(repr, alone))  # which tells 0 from −0, and takes one NaN for another
         assert {outcome.case for outcome in outcomes} == set(CASES)
     assert repr(combine(*sums[0], weight, **VARIANTS[0])) == repr(one_block(*sums[0], VARIANTS[0], weight))

@@ -31,8 +31,8 @@ def at_cosines(cosines: list[float | None], size: int = 40, dtype: torch.dtype =
     lists: list[list[Tensor]] = [[], [], []]
     for i, cosine in enumerate(cosines):
         u, m = pair(cosine or 0.0, 0.5 + i % 3, 2.0, (size,), seed=i)
-        for of_all, x in zip(lists, (random(size, i), m * (cosine is not None), u), strict=True):
-            of_all.append(x.to(DEVICE, dtype))
+        for tensors, x in zip(lists, (random(size, i), m * (cosine is not None), u), strict=True):
+            tensors.append(x.to(DEVICE, dtype))
     return [lists[0], [m.float() for m in lists[1]], lists[2]]
 
 
@@ -118,15 +118,17 @@ def test_the_gpu_comes_to_the_decisions_of_the_host(weight: float) -> None:
     p, m, u = at_cosines(COSINES * len(GROUPS_OF_CONSTANTS))
     u[3].zero_()
     rule = HeLoCo([torch.zeros(1)])
-    of_groups = [rule.coefficients_of({**rule.param_groups[0], **constants}, weight) for constants in GROUPS_OF_CONSTANTS]
+    group_coefficients = [
+        rule.coefficients_of({**rule.param_groups[0], **constants}, weight) for constants in GROUPS_OF_CONSTANTS
+    ]
     group_of = [i // len(COSINES) for i in range(len(p))]
     block_kernels = gpu.BlockKernels(p, m, u)
-    sums, rules = block_kernels.decide(block_kernels.table(of_groups, group_of))
+    sums, rules = block_kernels.decide(block_kernels.table(group_coefficients, group_of))
     finite, *numbers = rules.tolist()
     cases = set()
     assert finite == 1
-    for i, of_block in enumerate(sums.tolist()):
-        a, b, outcome = combine(*of_block, weight, **GROUPS_OF_CONSTANTS[group_of[i]])
+    for i, block_sums in enumerate(sums.tolist()):
+        a, b, outcome = combine(*block_sums, weight, **GROUPS_OF_CONSTANTS[group_of[i]])
         assert numbers[5 * i : 5 * i + 5] == pytest.approx([a, b, 0.7, 0.9, 1 - 0.9], rel=1e-15, abs=0)
         cases.add(outcome.case)
     assert cases == {"skipped", "kept", "damped", "turned"}

@@ -65,32 +65,32 @@ def test_step_returns_nothing_without_a_closure_and_leaves_the_pseudo_gradient()
 @pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
 def test_pseudo_gradients_can_be_handed_over_instead(rule: str, dtype: torch.dtype) -> None:
     ours, theirs = parameters(dtype), parameters(dtype)
-    handed, fed = RULES[rule](grouped(ours, [{}, {"lr": 0.1}])), RULES[rule](grouped(theirs, [{}, {"lr": 0.1}]))
-    order, calls = [p for group in handed.param_groups for p in group["params"]], []
-    handed.register_step_post_hook(lambda *_: calls.append(len(calls)))
-    own = torch.ones_like(ours[0])
-    ours[0].grad = own.clone()
+    optimizer, reference = RULES[rule](grouped(ours, [{}, {"lr": 0.1}])), RULES[rule](grouped(theirs, [{}, {"lr": 0.1}]))
+    order, calls = [p for group in optimizer.param_groups for p in group["params"]], []
+    optimizer.register_step_post_hook(lambda *_: calls.append(len(calls)))
+    gradient = torch.ones_like(ours[0])
+    ours[0].grad = gradient.clone()
     for deltas in arrivals(ours, 4):
         before = dict(zip(ours, deltas, strict=True))
         copies = [delta.clone() for delta in deltas]
-        handed.step(weight=0.6, pseudo_gradients=[before[p] for p in order])
+        optimizer.step(weight=0.6, pseudo_gradients=[before[p] for p in order])
         assert_same(deltas, copies)
-        assert_same([p.detach() for p in ours], run(fed, theirs, [deltas], weight=0.6))
-        assert_same(momenta(handed, ours), momenta(fed, theirs))
-        assert (handed.outcomes, handed.movements) == (fed.outcomes, fed.movements)
+        assert_same([p.detach() for p in ours], run(reference, theirs, [deltas], weight=0.6))
+        assert_same(momenta(optimizer, ours), momenta(reference, theirs))
+        assert (optimizer.outcomes, optimizer.movements) == (reference.outcomes, reference.movements)
     assert calls == [0, 1, 2, 3]  # what torch hangs on to a step goes on
     assert ours[0].grad is not None and all(p.grad is None for p in ours[1:])
-    assert_same([ours[0].grad], [own])
+    assert_same([ours[0].grad], [gradient])
 
 
 @every_rule
 def test_pseudo_gradients_are_brought_to_the_precision_of_the_parameters(rule: str) -> None:
     ours, theirs = parameters(torch.float32), parameters(torch.float32)
-    handed, fed = RULES[rule](ours), RULES[rule](theirs)
+    optimizer, reference = RULES[rule](ours), RULES[rule](theirs)
     for deltas in arrivals(parameters(), 3):
         mixed = [delta.bfloat16() if i % 2 else delta for i, delta in enumerate(deltas)]
-        handed.step(pseudo_gradients=mixed)
-        assert_same([p.detach() for p in ours], run(fed, theirs, [[delta.float() for delta in mixed]]))
+        optimizer.step(pseudo_gradients=mixed)
+        assert_same([p.detach() for p in ours], run(reference, theirs, [[delta.float() for delta in mixed]]))
 
 
 @every_rule

@@ -126,7 +126,10 @@ def by_hand(rule: str, gradients: list[list[list[Tensor]]]) -> list[Equations]:
     blocks = [Equations(equation, p, **settings) for p in model().parameters()]
     for start in range(0, len(gradients[0]), SYNC_EVERY):
         for index, block in enumerate(blocks):
-            moved = [INNER_LR * sum(step[index] for step in own[start : start + SYNC_EVERY]) for own in gradients]
+            moved = [
+                INNER_LR * sum(step[index] for step in replica_gradients[start : start + SYNC_EVERY])
+                for replica_gradients in gradients
+            ]
             block.arrive(sum(moved) / len(moved))  # type: ignore[arg-type]
     return blocks
 

@@ -187,15 +187,15 @@ def test_a_full_disk_leaves_nothing_of_an_event(small_disk):
 # ---- somebody else at the file while the run goes on
 
 
-@pytest.mark.parametrize("how", ["removed", "replaced", "folder removed"])
-def test_a_journal_that_is_removed_while_it_is_written_is_put_back(tmp_path, how):
+@pytest.mark.parametrize("damage", ["removed", "replaced", "folder removed"])
+def test_a_journal_that_is_removed_while_it_is_written_is_put_back(tmp_path, damage):
     journal = filled(tmp_path, 3)
     path = segment(tmp_path)
-    if how == "folder removed":
+    if damage == "folder removed":
         shutil.rmtree(journal.folder)
     else:
         path.unlink()
-    if how == "replaced":
+    if damage == "replaced":
         path.write_text("something else\n")
     journal.append(pause(3))
     journal.make_durable()

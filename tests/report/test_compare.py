@@ -70,9 +70,9 @@ def test_the_best_of_each_column_is_marked(folders):
 
 
 def test_it_comes_as_a_table_and_as_markdown(folders):
-    shown = heloco("compare", *folders)
-    assert shown.code == 0
-    assert "★" in shown.out and "fast" in shown.out and "virtual time" in shown.out
+    result = heloco("compare", *folders)
+    assert result.code == 0
+    assert "★" in result.out and "fast" in result.out and "virtual time" in result.out
     markdown = heloco("compare", *folders, "--format", "markdown").out
     assert markdown.count("## At ") == 2
     assert "| run | arrival | tokens | loss | bits per byte | " in markdown

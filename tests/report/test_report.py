@@ -48,15 +48,15 @@ def test_the_summary_is_what_the_tape_says(name, unbroken):
     letters = Counter("".join(line["blocks"]["case"] for line in lines if line["verdict"] == "applied"))
     assert summary.cases == {"kept": letters["k"], "damped": letters["d"], "turned": letters["t"], "skipped": letters["s"]}
     for i, worker in enumerate(summary.workers):
-        own = [line for line in lines if line["worker"] == i]
-        staleness = [line["staleness"] for line in own]
-        assert worker.arrivals == len(own)
-        assert summary.share(worker) == len(own) / len(lines)
-        assert worker.mean_staleness == (sum(staleness) / len(own) if own else 0)
+        worker_lines = [line for line in lines if line["worker"] == i]
+        staleness = [line["staleness"] for line in worker_lines]
+        assert worker.arrivals == len(worker_lines)
+        assert summary.share(worker) == len(worker_lines) / len(lines)
+        assert worker.mean_staleness == (sum(staleness) / len(worker_lines) if worker_lines else 0)
         assert worker.max_staleness == max(staleness, default=0)
-        assert worker.inner_steps == sum(line["inner_steps"] for line in own)
-        assert worker.last_staleness == (staleness[-1] if own else None)
-        assert worker.loss == (own[-1]["loss"] if own else None)
+        assert worker.inner_steps == sum(line["inner_steps"] for line in worker_lines)
+        assert worker.last_staleness == (staleness[-1] if worker_lines else None)
+        assert worker.loss == (worker_lines[-1]["loss"] if worker_lines else None)
     assert sum(summary.share(worker) for worker in summary.workers) == pytest.approx(1)
     assert sum(summary.movement_share(worker) for worker in summary.workers) == pytest.approx(1)
     assert [to_builtins(summary.first_eval), to_builtins(summary.last_eval)] == [evals(folder)[0], evals(folder)[-1]]
@@ -124,20 +124,20 @@ def tables(out: str) -> dict[str, list[list[str]]]:
 
 def test_a_finished_run_shows_its_losses_workers_correction_and_folder(tmp_path):
     result = heloco("train", *TINY, *SETTINGS["heloco"], "--out", tmp_path / "run")
-    summary, shown = summary_of(tmp_path / "run"), tables(result.out)
+    summary, shown_tables = summary_of(tmp_path / "run"), tables(result.out)
     first, last = summary.first_eval, summary.last_eval
-    scores = shown["Validation"]
+    scores = shown_tables["Validation"]
     assert scores[0] == ["", "loss, start", "end", "bits per byte, start", "end"]
     assert [row[0] for row in scores[1:]] == ["arzhan", "auren", "thelis", "vesnar", "zumeri", "mean"]
     for name, *cells in scores[1:]:
         pairs = [(record.mean if name == "mean" else record.scores[name]) for record in (first, last)]
         assert cells == [f"{score[measure]:.3f}" for measure in ("loss", "bits_per_byte") for score in pairs]
-    assert shown["Workers"][0] == ["worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"]
-    for i, (worker, row) in enumerate(zip(summary.workers, shown["Workers"][1:], strict=True)):
+    assert shown_tables["Workers"][0] == ["worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"]
+    for i, (worker, row) in enumerate(zip(summary.workers, shown_tables["Workers"][1:], strict=True)):
         share, movement = f"{summary.share(worker):.1%}", f"{summary.movement_share(worker):.1%}"
         mean = f"{worker.mean_staleness:.2f}"
         assert row == [str(i), f"{i + 1} s", str(worker.arrivals), share, mean, str(worker.max_staleness), movement]
-    [header, counts] = next(rows for title, rows in shown.items() if "correction" in title or title == "arrivals")
+    [header, counts] = next(rows for title, rows in shown_tables.items() if "correction" in title or title == "arrivals")
     total = sum(summary.cases.values())
     assert header == ["kept", "damped", "turned", "skipped"]
     assert counts == [f"{count:,} ({count / total:.1%})" for count in summary.cases.values()]
@@ -164,14 +164,14 @@ def test_refusals_have_a_column_of_their_own():
 def test_without_a_terminal_there_is_a_plain_line_per_evaluation(tmp_path):
     result = heloco("train", *TINY, "--eval-every", "3", "--out", tmp_path / "run")
     assert "\x1b" not in result.out
-    shown = list(itertools.takewhile(lambda line: line.startswith("arrival"), result.out.splitlines()))
+    printed_lines = list(itertools.takewhile(lambda line: line.startswith("arrival"), result.out.splitlines()))
     expected = [
         f"arrival {line['arrival']:>6}/8  virtual {duration(line['time_s'])}  {line['units']:,} tokens  "
         f"mean validation loss {line['mean']['loss']:.3f}"
         for line in evals(tmp_path / "run")
     ]
-    assert shown == expected
-    assert [line.split()[1] for line in shown] == ["0/8", "3/8", "6/8", "8/8"]
+    assert printed_lines == expected
+    assert [line.split()[1] for line in printed_lines] == ["0/8", "3/8", "6/8", "8/8"]
 
 
 def on_a_terminal(*arguments: str | Path, columns: int = 110) -> tuple[int, str]:
@@ -209,10 +209,10 @@ def test_on_a_terminal_a_live_display_shows_how_the_run_stands(tmp_path):
     assert f"tokens {sum(line['units'] for line in lines)} " in last
     assert f"validation loss {evals(tmp_path / 'run')[-1]['mean']['loss']:.3f}" in last
     for i, name in enumerate(("arzhan", "auren", "thelis", "vesnar", "zumeri")):
-        own = [line for line in lines if line["worker"] == i]
+        worker_lines = [line for line in lines if line["worker"] == i]
         [row] = [line.strip("│ ").split() for line in last.splitlines() if re.match(rf"│ +{i} +\d", line)]
-        stale = [str(own[-1]["staleness"]), f"{sum(line['staleness'] for line in own) / len(own):.1f}"]
-        assert row[3:] == [name, str(len(own)), *stale, f"{own[-1]['loss']:.3f}"]
+        stale = [str(worker_lines[-1]["staleness"]), f"{sum(line['staleness'] for line in worker_lines) / len(worker_lines):.1f}"]
+        assert row[3:] == [name, str(len(worker_lines)), *stale, f"{worker_lines[-1]['loss']:.3f}"]
     assert f"The run's folder: {tmp_path / 'run'}" in plain
 
 

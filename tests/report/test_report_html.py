@@ -104,9 +104,9 @@ def test_staleness_over_time_and_counted_is_the_tapes(runs, folders):
     lines = worker_charts.staleness(runs).views[1].content.panels[0].lines
     counted = worker_charts.histogram(runs).views[1].content
     for worker, (line, series) in enumerate(zip(lines, counted.series, strict=True)):
-        own = [a for a in tape(folders[1]) if a["worker"] == worker]
-        assert list(zip(line.x, line.y, strict=True)) == [(a["time_s"], a["staleness"]) for a in own]
-        counts = Counter(a["staleness"] for a in own)
+        worker_lines = [a for a in tape(folders[1]) if a["worker"] == worker]
+        assert list(zip(line.x, line.y, strict=True)) == [(a["time_s"], a["staleness"]) for a in worker_lines]
+        counts = Counter(a["staleness"] for a in worker_lines)
         assert list(series.values) == [counts[int(name)] for name in counted.categories]
 
 
@@ -157,9 +157,9 @@ def test_images_have_an_accuracy_and_no_bits(unbroken):
 
 
 @given(st.lists(st.floats(allow_infinity=False), max_size=400), st.integers(4, 60))
-def test_a_thinned_line_keeps_its_ends_its_lowest_and_its_highest(values, most):
-    indices = thinned(values, most)
-    assert indices == sorted(set(indices)) and len(indices) <= max(most, 4)
+def test_a_thinned_line_keeps_its_ends_its_lowest_and_its_highest(values, limit):
+    indices = thinned(values, limit)
+    assert indices == sorted(set(indices)) and len(indices) <= max(limit, 4)
     finite_values = [value for value in values if math.isfinite(value)]
     if values:
         assert indices[0] == 0 and indices[-1] == len(values) - 1

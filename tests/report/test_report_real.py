@@ -115,14 +115,14 @@ def test_the_table_of_machines_says_what_each_brought(run: Run, folder: Path) ->
     rows, lines = cells(table), tape(folder)
     assert list(rows) == ["quick", "slow", "steady"]
     for name, row in rows.items():
-        own = [line for line in lines if line["machine"].startswith(name)]
-        assert row["contributions"] == str(len(own)) and row["share"] == f"{len(own) / len(lines):.1%}"
-        assert row["worker"] == ", ".join(map(str, sorted({line["worker"] for line in own})))
-        assert row["mean staleness"] == f"{sum(line['staleness'] for line in own) / len(own):.2f}"
-        assert row["last contribution"].startswith(f"arrival {own[-1]['arrival']} at ")
-        took_s = sum(line["time_s"] - line["start_s"] for line in own)
-        assert row["s per step"] == f"{took_s / sum(line['inner_steps'] for line in own):.3g}"
-        lately = sum(line in own for line in lines[-WINDOW:])
+        machine_lines = [line for line in lines if line["machine"].startswith(name)]
+        assert row["contributions"] == str(len(machine_lines)) and row["share"] == f"{len(machine_lines) / len(lines):.1%}"
+        assert row["worker"] == ", ".join(map(str, sorted({line["worker"] for line in machine_lines})))
+        assert row["mean staleness"] == f"{sum(line['staleness'] for line in machine_lines) / len(machine_lines):.2f}"
+        assert row["last contribution"].startswith(f"arrival {machine_lines[-1]['arrival']} at ")
+        took_s = sum(line["time_s"] - line["start_s"] for line in machine_lines)
+        assert row["s per step"] == f"{took_s / sum(line['inner_steps'] for line in machine_lines):.3g}"
+        lately = sum(line in machine_lines for line in lines[-WINDOW:])
         assert row[f"of the last {WINDOW} arrivals"] == f"{lately / WINDOW:.1%}"
     assert rows["slow"][f"of the last {WINDOW} arrivals"] == "0.0%"
     notes = {row[0].text: [cell.note for cell in row if cell.note] for row in table.rows}
@@ -208,10 +208,12 @@ def test_an_edited_journal_is_named(folder: Path, tmp_path: Path) -> None:
 def test_paces_are_measured_and_time_is_real(run: Run, folder: Path) -> None:
     lines = tape(folder)
     table = workers_table(run.summary)
-    for worker, shown in enumerate(table.columns[1].cells):
-        own = [line for line in lines if line["worker"] == worker]
-        measured = sum(line["time_s"] - line["start_s"] for line in own) / sum(line["inner_steps"] for line in own)
-        assert shown == f"{measured:.3g} s"
+    for worker, pace_text in enumerate(table.columns[1].cells):
+        worker_lines = [line for line in lines if line["worker"] == worker]
+        measured = sum(line["time_s"] - line["start_s"] for line in worker_lines) / sum(
+            line["inner_steps"] for line in worker_lines
+        )
+        assert pace_text == f"{measured:.3g} s"
         assert worker_charts.timeline([run]).views[0].content.rows[worker] == f"worker {worker} ({measured:.3g} s)"
     assert "as measured" in str(table.caption)
     data = page_data([run])
@@ -238,10 +240,12 @@ def test_many_seats_are_drawn_together_by_number() -> None:
 
 def test_the_terminal_tables_of_a_real_run(run: Run) -> None:
     table = contributions_table(run.summary)
-    shown = {str(column.header): list(map(str, column.cells)) for column in table.columns}
-    assert shown["machine"] == ["quick", "slow", "steady"] and shown["refused"] == ["1", "0", "0"]
+    columns = {str(column.header): list(map(str, column.cells)) for column in table.columns}
+    assert columns["machine"] == ["quick", "slow", "steady"] and columns["refused"] == ["1", "0", "0"]
     assert (
-        shown["lately"][1] == "0.0%" and str(WINDOW) in str(table.caption) and [len(cells) for cells in shown.values()] == [3] * 9
+        columns["lately"][1] == "0.0%"
+        and str(WINDOW) in str(table.caption)
+        and [len(cells) for cells in columns.values()] == [3] * 9
     )
 
 
@@ -322,20 +326,20 @@ def test_rates_shares_and_staleness_are_those_of_the_last_arrivals(tmp_path: Pat
     assert status.per_minute == pytest.approx(30) and status.machines[0].per_minute == pytest.approx(30)
     clock.now += 2.0
     slow.hand_in(delta(9))
-    shown = {m.name: m for m in service.admin.status().machines}
+    machines = {m.name: m for m in service.admin.status().machines}
     assert service.admin.status().per_minute == pytest.approx(30)
-    assert [shown[name].per_minute for name in ("quick", "slow")] == pytest.approx([22.5, 7.5])
-    assert [shown[name].share for name in ("quick", "slow")] == [0.75, 0.25]
-    assert [shown[name].staleness for name in ("quick", "slow")] == [0, 4]
+    assert [machines[name].per_minute for name in ("quick", "slow")] == pytest.approx([22.5, 7.5])
+    assert [machines[name].share for name in ("quick", "slow")] == [0.75, 0.25]
+    assert [machines[name].staleness for name in ("quick", "slow")] == [0, 4]
     clock.now += 52.0  # nothing comes any more: the rate falls
     assert service.admin.status().per_minute == pytest.approx(4)
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(machines_table(service.admin.status()))
-    shown = console.export_text()
-    assert "2 contributed to the last 4 arrivals (4 a minute)" in shown and "per min" in shown
-    [row] = [line.split() for line in shown.splitlines() if line.strip().startswith("slow")]
+    text = console.export_text()
+    assert "2 contributed to the last 4 arrivals (4 a minute)" in text and "per min" in text
+    [row] = [line.split() for line in text.splitlines() if line.strip().startswith("slow")]
     assert row[:7] == ["slow", "1", "waits", "5", "s", "1", "25%"] and row[7:9] == ["4.0", "1"]
-    assert max(map(len, shown.splitlines())) <= 80
+    assert max(map(len, text.splitlines())) <= 80
     service.close()
 
 

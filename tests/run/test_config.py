@@ -21,7 +21,7 @@ from heloco.task.gpt import PRESETS
 from support.runs import heloco
 
 
-def made(**values: object) -> RunConfig:
+def config_with(**values: object) -> RunConfig:
     return resolve(with_fields(RunConfig(), values))
 
 
@@ -30,7 +30,7 @@ def made(**values: object) -> RunConfig:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_resolving_fills_in_the_methods_own_values(method):
-    outer = by_section(made(method=method, paces=[1, 2, 3]))["outer"]
+    outer = by_section(config_with(method=method, paces=[1, 2, 3]))["outer"]
     knobs = {("outer_lr" if name == "lr" else name): value for name, value in METHODS[method].knobs().items()}
     if method == "delayed-nesterov":
         knobs["delay"] = 3
@@ -41,7 +41,9 @@ def test_resolving_fills_in_the_methods_own_values(method):
 
 
 def test_what_was_given_is_not_filled_in():
-    config = made(method="delayed-nesterov", delay=2, outer_lr=0.1, weight="share", schedule_steps=9, preset="5m", width=64)
+    config = config_with(
+        method="delayed-nesterov", delay=2, outer_lr=0.1, weight="share", schedule_steps=9, preset="5m", width=64
+    )
     assert (config.outer.knobs["delay"], config.outer.knobs["outer_lr"], config.outer.weight) == (2, 0.1, "share")
     assert config.inner.schedule_steps == 9
     assert (config.model.width, config.model.heads, config.model.context) == (64, 8, 256)
@@ -49,23 +51,23 @@ def test_what_was_given_is_not_filled_in():
 
 @pytest.mark.parametrize(("arrivals", "steps", "workers", "length"), [(300, 80, 5, 4800), (8, 2, 5, 3), (1, 1, 5, 1)])
 def test_the_cosine_is_as_long_as_a_workers_part_of_the_run(arrivals, steps, workers, length):
-    config = made(arrivals=arrivals, inner_steps=steps, paces=[1.0] * workers)
+    config = config_with(arrivals=arrivals, inner_steps=steps, paces=[1.0] * workers)
     assert config.inner.schedule_steps == length
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_sizes_are_filled_in(name):
-    model, preset = made(preset=name).model, PRESETS[name]
+    model, preset = config_with(preset=name).model, PRESETS[name]
     assert (model.width, model.layers, model.heads, model.context) == (preset.width, preset.layers, preset.heads, preset.context)
 
 
 def test_one_pace_can_be_everybodys():
-    assert made(paces=[2.5], workers=3).rounds.paces == [2.5, 2.5, 2.5]
-    assert made(paces=[1, 2], workers=2).rounds.paces == [1, 2]
+    assert config_with(paces=[2.5], workers=3).rounds.paces == [2.5, 2.5, 2.5]
+    assert config_with(paces=[1, 2], workers=2).rounds.paces == [1, 2]
 
 
 def test_the_papers_recipe_is_the_papers_setting():
-    config = made(**RECIPES["paper"])
+    config = config_with(**RECIPES["paper"])
     inner, run = config.inner, config.run
     assert (config.model.preset, config.input.tokenizer, config.model.context) == ("paper", "gpt2", 128)
     assert (inner.batch_size, inner.lr, inner.lr_min, inner.schedule_steps, inner.warmup) == (2, 2e-4, 1e-6, 4800, 0)
@@ -97,7 +99,7 @@ PICKS = {
 @example({"lr": 5e-324, "outer_lr": 1e300, "adam_eps": 1e-16, "paces": [1 / 3]})
 @given(st.fixed_dictionaries({}, optional=PICKS))
 def test_a_config_comes_back_from_toml_as_it_was(values):
-    config = made(**values)
+    config = config_with(**values)
     document = tomllib.loads(to_toml(config))
     assert document.pop("effective") is True
     field_values = {name: value for section in document.values() for name, value in section.items()}
@@ -108,10 +110,10 @@ def test_a_config_comes_back_from_toml_as_it_was(values):
 
 def test_what_was_derived_from_an_overridden_field_is_derived_anew(tmp_path):
     path = tmp_path / "config.toml"
-    path.write_text(to_toml(made(method="heloco", preset="paper", arrivals=300, inner_steps=80)))
+    path.write_text(to_toml(config_with(method="heloco", preset="paper", arrivals=300, inner_steps=80)))
     flags = {"method": "mla", "preset": "30m", "arrivals": 100}
     config = resolve(with_fields(RunConfig(), read_toml(path, overridden=flags) | flags))
-    assert config == made(method="mla", preset="30m", arrivals=100, inner_steps=80)
+    assert config == config_with(method="mla", preset="30m", arrivals=100, inner_steps=80)
     assert "c_ok" not in config.outer.knobs and config.model.width == 384 and config.inner.schedule_steps == 100 * 80 // 5
 
 
@@ -126,7 +128,7 @@ def test_a_users_own_file_keeps_all_it_says(tmp_path):
 @pytest.mark.parametrize("setting", [{"preset": "paper"}, {"data": "text"}, {"tokenizer": "gpt2"}, {"width": 64}])
 def test_settings_of_the_language_task_are_refused_for_images(setting):
     with pytest.raises(UserError, match=f"{next(iter(setting))} is a setting of the language task"):
-        made(task="images", **setting)
+        config_with(task="images", **setting)
 
 
 def test_a_file_is_read_by_section(tmp_path):
@@ -154,23 +156,23 @@ def guard_of(config: RunConfig) -> NormGuard:
 
 
 def test_the_guard_is_on_unless_it_is_switched_off():
-    assert guard_of(made()) == NormGuard(10.0, "clip")
-    assert guard_of(made(norm_limit=3, norm_policy="refuse")) == NormGuard(3.0, "refuse")
-    assert guard_of(made(norm_limit="7.5")) == NormGuard(7.5, "clip")
-    assert not guard_of(made(norm_limit="off")).is_on
-    assert not guard_of(made(**RECIPES["paper"])).is_on
+    assert guard_of(config_with()) == NormGuard(10.0, "clip")
+    assert guard_of(config_with(norm_limit=3, norm_policy="refuse")) == NormGuard(3.0, "refuse")
+    assert guard_of(config_with(norm_limit="7.5")) == NormGuard(7.5, "clip")
+    assert not guard_of(config_with(norm_limit="off")).is_on
+    assert not guard_of(config_with(**RECIPES["paper"])).is_on
 
 
 @pytest.mark.parametrize("value", [1, 0.5, -3, float("nan"), float("inf"), "of", True])
 def test_a_limit_that_is_none_is_refused_in_a_sentence(value):
     with pytest.raises(UserError, match=r"^norm_limit (is|cannot be) .*(give|or off).*\.$"):
-        made(norm_limit=value)
+        config_with(norm_limit=value)
 
 
 def test_a_run_without_the_guard_is_known_by_the_digest_it_had_before_there_was_one():
-    off = made(norm_limit="off")
-    assert off.digest() == made(norm_limit="off", norm_policy="refuse").digest()
-    others = {made().digest(), made(norm_limit=9).digest(), made(norm_policy="refuse").digest()}
+    off = config_with(norm_limit="off")
+    assert off.digest() == config_with(norm_limit="off", norm_policy="refuse").digest()
+    others = {config_with().digest(), config_with(norm_limit=9).digest(), config_with(norm_policy="refuse").digest()}
     assert len(others | {off.digest()}) == 4
 
 
@@ -266,7 +268,7 @@ def test_no_flag_is_no_change():
 )
 def test_an_impossible_value_is_a_sentence(values, says):
     with pytest.raises(UserError) as raised:
-        made(**values)
+        config_with(**values)
     assert says in str(raised.value)
     assert str(raised.value).endswith((".", "?"))
 

@@ -162,7 +162,7 @@ def test_killed_again_and_again_it_resumes_to_the_bit(tmp_path, nursery, unbroke
 
 def signal_at_line(program: Program, start: str, number: int) -> Done:
     """Sends the signal when the process has printed a line that starts so, and waits for its end."""
-    program.said(f"(?m)^{re.escape(start)}")
+    program.match_output(f"(?m)^{re.escape(start)}")
     program.process.send_signal(number)
     return program.end()
 

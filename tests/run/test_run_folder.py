@@ -167,8 +167,8 @@ def test_the_effective_config_reproduces_a_run_of_flags_file_and_defaults(tmp_pa
         '[rounds]\npaces = [2]\nworkers = 3\nassign = "flexible"\n'
         '[outer]\nmethod = "delayed-nesterov"\n[inner]\nlr = 0.02\nkeep_state = true\n[run]\nseed = 5\narrivals = 3\n'
     )
-    own = TINY[: TINY.index("--lr")]  # without those that the file sets
-    flags = [*own, "--config", "run.toml", "--data", "text", "--method", "heloco-ramp", "--k-d", "0.5", "--seed", "7"]
+    base_flags = TINY[: TINY.index("--lr")]  # without those that the file sets
+    flags = [*base_flags, "--config", "run.toml", "--data", "text", "--method", "heloco-ramp", "--k-d", "0.5", "--seed", "7"]
     assert heloco("train", *flags, "--out", "first", cwd=tmp_path).code == 0
     effective = tomllib.loads((tmp_path / "first" / "config.toml").read_text())
     assert effective["outer"]["method"] == "heloco-ramp"  # the flag, over the file

@@ -160,10 +160,10 @@ def test_the_tables_show_the_papers_numbers_beside_ours(whole):
 def test_rows_may_have_more_seeds_and_fewer_methods(tmp_path):
     """Two tables of budgets; a row without the method that is compared with; T is when the slower of two methods ends."""
     table = '[[tables]]\nkind = "budget"\ntitle = "{}"\nvariants = ["dylu"]\nagainst = ["{}"]\n'
-    own = TINY.replace("6, 6, 6] }", "6, 6, 6], seeds = 2 }").replace("1, 1, 1] }", "1, 1, 1], seeds = 1 }")
-    own = f"""
+    study_text = TINY.replace("6, 6, 6] }", "6, 6, 6], seeds = 2 }").replace("1, 1, 1] }", "1, 1, 1], seeds = 1 }")
+    study_text = f"""
 first_seed = 5
-{own}
+{study_text}
 alone = {{ paces = [2, 2, 2, 2, 2], seeds = 1 }}
 [methods]
 dylu = {{ method = "mla", steps = "dylu", inner_steps = 6, grace_s = 1 }}
@@ -172,7 +172,7 @@ sync-nesterov = {{ inner_steps = 6, rows = ["1,1,6,6,6", "1,1,1,1,1"] }}
 {table.format("Asynchronous", "mla")}
 {table.format("Synchronous", "sync-nesterov")}
 """
-    result = study(write_study(tmp_path, own, "own"), tmp_path / "results")
+    result = study(write_study(tmp_path, study_text, "own"), tmp_path / "results")
     assert result.code == 0, result.err
     results = numbers(tmp_path / "results", "own")
     by = {(r["row"], r["method"], r["seed"]): r for r in results["records"]}
@@ -334,8 +334,8 @@ def test_a_task_of_ones_own(tmp_path, one_thread):  # noqa: ARG001
 
         return DatasetTask(model, loss, shards=parts, validation=parts), config
 
-    own = load_study(str(write_study(tmp_path, TABLES, "own")))
-    plan = make_plan(own, scale="small", seeds=1, methods=["mla", "heloco-ramp", "sync-nesterov"], build_task=build_task)
+    chosen = load_study(str(write_study(tmp_path, TABLES, "own")))
+    plan = make_plan(chosen, scale="small", seeds=1, methods=["mla", "heloco-ramp", "sync-nesterov"], build_task=build_task)
     folder = Folder(tmp_path / "results", "own")
     carry_out(plan, folder.store, device=torch.device("cpu"))
     tables = write_results(plan, folder)

@@ -19,7 +19,7 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
-from heloco.study.results import Shown
+from heloco.study.results import PlacedRun
 from heloco.study.spec import SCALES, Part, Study, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer
 from support.repository import REPOSITORY
@@ -177,10 +177,10 @@ def test_section_4_1s_shares_and_staleness_come_out():
 
 
 @pytest.mark.parametrize("row", load_study("dropping").rows)
-@pytest.mark.parametrize("how", ["zero", "skip"])
-def test_exactly_what_the_slow_workers_hand_in_is_dropped(row, how):
+@pytest.mark.parametrize("action", ["zero", "skip"])
+def test_exactly_what_the_slow_workers_hand_in_is_dropped(row, action):
     study = load_study("dropping")
-    [place] = grid(study, scale="paper", seeds=1, rows=[row], methods=[f"heloco-ramp-{how}"])
+    [place] = grid(study, scale="paper", seeds=1, rows=[row], methods=[f"heloco-ramp-{action}"])
     paces, outer = place.config.rounds.paces, place.config.outer
     synchronizer = Synchronizer(
         None,
@@ -199,7 +199,7 @@ def test_exactly_what_the_slow_workers_hand_in_is_dropped(row, how):
             simulation.give(Contribution(under_way.worker, under_way.index, under_way.version))
         else:
             slow = paces[arrived[0].worker] > min(paces)
-            assert arrived[0].verdict == ({"zero": "zeroed", "skip": "skipped"}[how] if slow else "applied")
+            assert arrived[0].verdict == ({"zero": "zeroed", "skip": "skipped"}[action] if slow else "applied")
             dropped.add(slow)
     assert dropped == {True, False}
 
@@ -225,7 +225,7 @@ def test_behind_a_barrier_one_run_stretched_is_the_run_of_any_paces(paces, one_t
 
     [place, *_] = grid(load_study("table1"), scale="small", seeds=1, methods=["sync-nesterov"])
     theirs = run(real)
-    ours = Shown(replace(place, stretch=stretch), run(folded))
+    ours = PlacedRun(replace(place, stretch=stretch), run(folded))
     assert ours.times_s == pytest.approx(theirs.evals.time_s, rel=1e-12)
     assert ours.time_s == pytest.approx(theirs.time_s, rel=1e-12)
     assert ours.time_s == pytest.approx(4 * 3 * max(paces))  # rounds · H · slowest pace
@@ -277,15 +277,15 @@ def test_the_runs_in_the_results_are_those_of_the_studies():
     """What was kept is found again: the settings of each, but for what only the data tells, are those of a place in a grid."""
     told_by_data = {"languages", "vocab_size"}
 
-    def own(settings: dict[str, object]) -> str:
+    def text_of(settings: dict[str, object]) -> str:
         return json.dumps({name: value for name, value in settings.items() if name not in told_by_data}, sort_keys=True)
 
     planned = {
-        own(deciding_settings(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)
+        text_of(deciding_settings(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)
     }
     records = [json.loads(path.read_text()) for path in (REPOSITORY / "results" / "runs").glob("*.json")]
     assert len(records) > 100
-    assert {own(record["settings"]) for record in records} <= planned
+    assert {text_of(record["settings"]) for record in records} <= planned
 
 
 def test_a_study_may_have_a_norm_guard():
@@ -314,8 +314,8 @@ def test_a_runs_digest_knows_what_decides_it_and_nothing_else():
 def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
     for name in ("convergence", "table1", "sensitivity"):
         places = grid(load_study(name), scale="paper", seeds=1)
-        most = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.rounds.paces)))
-        config = replace(most.config, input=replace(most.config.input, languages=["de", "en", "es", "fr", "it"]))
+        largest = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.rounds.paces)))
+        config = replace(largest.config, input=replace(largest.config.input, languages=["de", "en", "es", "fr", "it"]))
         collected = Collector(
             tape=[
                 ArrivalRecord(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import heloco as package
-from heloco.policy import Standing
+from heloco.policy import ArrivalCounts
 from heloco.run import RunConfig
 
 Block = tuple[Tensor, Tensor]
@@ -24,8 +24,8 @@ class Fading:
     length: int = 0
     power: float = 1.0
 
-    def __call__(self, standing: Standing) -> float:
-        return float((1 - standing.arrivals / (self.length + 1)) ** self.power)
+    def __call__(self, counts: ArrivalCounts) -> float:
+        return float((1 - counts.arrivals / (self.length + 1)) ** self.power)
 
 
 def build_sums(config: RunConfig) -> package.Task:

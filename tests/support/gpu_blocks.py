@@ -40,8 +40,8 @@ def blocks(sizes: list[int], p: torch.dtype = torch.float32, u: torch.dtype = to
 
 
 def with_state(optimizer: OuterOptimizer, params: list[Tensor], m: list[Tensor], u: list[Tensor]) -> OuterOptimizer:
-    for p, of_p, delta in zip(params, m, u, strict=True):
-        optimizer.state[p]["momentum_buffer"] = of_p
+    for p, momentum, delta in zip(params, m, u, strict=True):
+        optimizer.state[p]["momentum_buffer"] = momentum
         p.grad = delta
     return optimizer
 

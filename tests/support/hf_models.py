@@ -37,7 +37,7 @@ def saved(config: Any, folder: Path) -> Path:
     return folder
 
 
-def said(result: Done) -> list[str]:
+def warnings_in(result: Done) -> list[str]:
     """What is on stderr beside the bars of the tokenising: of transformers' warnings and bars, nothing."""
     return [line for line in result.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
 

@@ -84,22 +84,22 @@ class Plain:
             fused=True,
         )
 
-    def run(self, handed: Round, positions: Sequence[int], base: float) -> tuple[list[Tensor], list[float]]:
+    def run(self, worker_round: Round, positions: Sequence[int], base: float) -> tuple[list[Tensor], list[float]]:
         """(Δ, the losses); `base` is where the round stands on the cosine."""
         with torch.no_grad():
-            for p, start in zip(self.model.parameters(), handed.parameters, strict=True):
+            for p, start in zip(self.model.parameters(), worker_round.parameters, strict=True):
                 p.copy_(start)
         losses = []
-        for h, batch in enumerate(np.array(positions).reshape(handed.inner_steps, self.options.batch_size)):
+        for h, batch in enumerate(np.array(positions).reshape(worker_round.inner_steps, self.options.batch_size)):
             self.adam.param_groups[0]["lr"] = cosine(self.options, base + h)
             self.adam.zero_grad()
-            loss = self.task.loss(self.model, self.task.batch(handed.shard, batch))
+            loss = self.task.loss(self.model, self.task.batch(worker_round.shard, batch))
             loss.backward()
             if self.options.clip:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.options.clip)
             self.adam.step()
             losses.append(loss.item())
-        return [start - p.detach() for start, p in zip(handed.parameters, self.model.parameters(), strict=True)], losses
+        return [start - p.detach() for start, p in zip(worker_round.parameters, self.model.parameters(), strict=True)], losses
 
 
 OPTIONS = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12)

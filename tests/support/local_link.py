@@ -25,6 +25,8 @@ from heloco.wire.layout import Layout, pieces_after, view
 
 
 class LocalLink:
+    """A `Link` that calls the service directly, for workers in its process."""
+
     def __init__(self, service: Service) -> None:
         self.address = "this process"
         self.service = service
@@ -83,5 +85,3 @@ class LocalLink:
 
     def close(self) -> None:
         """There is nothing to close."""
-
-

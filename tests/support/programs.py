@@ -47,7 +47,7 @@ class Program:
     out: Path
     err: Path
 
-    def said(self, pattern: str) -> re.Match[str]:
+    def match_output(self, pattern: str) -> re.Match[str]:
         """What it printed, once it has."""
 
         def look() -> re.Match[str] | None:
@@ -148,9 +148,9 @@ class Programs:
         where = [run] if (run / "config.toml").exists() else [*([config] if config else []), "--out", run]
         place = (*HERE, "--port", port) if port else ("--ray", "off")
         program = self.heloco("serve", *where, *settings, *place)
-        viewer, address = program.said(r"HELOCO_TOKEN=(heloco-viewer\S+) heloco status (https://\S+)\n").groups()
-        worker = program.said(r"HELOCO_TOKEN=(heloco-worker\S+)")[1]
-        return Served(program, run, address, worker, viewer, program.said(r"/page\?key=(\S+)\n")[1])
+        viewer, address = program.match_output(r"HELOCO_TOKEN=(heloco-viewer\S+) heloco status (https://\S+)\n").groups()
+        worker = program.match_output(r"HELOCO_TOKEN=(heloco-worker\S+)")[1]
+        return Served(program, run, address, worker, viewer, program.match_output(r"/page\?key=(\S+)\n")[1])
 
     def join(self, served: Served, *more: str) -> Program:
         return self.heloco("join", served.address, *more, HELOCO_TOKEN=served.token)

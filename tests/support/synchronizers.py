@@ -53,8 +53,14 @@ def build(
     )
 
 
-def answer(handed: Round, deltas: list[Tensor], buffers: list[Tensor] | None = None) -> Contribution:
-    return Contribution(handed.worker, handed.index, handed.version, deltas, handed.buffers if buffers is None else buffers)
+def answer(worker_round: Round, deltas: list[Tensor], buffers: list[Tensor] | None = None) -> Contribution:
+    return Contribution(
+        worker_round.worker,
+        worker_round.index,
+        worker_round.version,
+        deltas,
+        worker_round.buffers if buffers is None else buffers,
+    )
 
 
 def random_deltas(draw: torch.Generator, shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:

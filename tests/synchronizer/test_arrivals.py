@@ -83,13 +83,17 @@ def test_an_asynchronous_run_equals_the_loop_written_by_hand(method, order, seed
     synchronizer, by_hand = build(method), ByHand(method, WORKERS)
     under_way = {worker: synchronizer.dispatch(worker) for worker in range(WORKERS)}
     for number, worker in enumerate(order, start=1):
-        handed = under_way[worker]
+        worker_round = under_way[worker]
         deltas = random_deltas(draw)
-        arrival = synchronizer.receive(answer(handed, deltas))
+        arrival = synchronizer.receive(answer(worker_round, deltas))
         by_hand.arrive(deltas, by_hand.weight())
         assert (arrival.verdict, arrival.arrival, arrival.outer_step) == ("applied", number, number)
-        assert (arrival.worker, arrival.round, arrival.version) == (worker, order[: number - 1].count(worker), handed.version)
-        assert arrival.staleness == number - 1 - handed.version
+        assert (arrival.worker, arrival.round, arrival.version) == (
+            worker,
+            order[: number - 1].count(worker),
+            worker_round.version,
+        )
+        assert arrival.staleness == number - 1 - worker_round.version
         assert arrival.weight == pytest.approx(by_hand.weight(), rel=1e-15)
         assert arrival.released == (worker,)
         close(synchronizer.parameters, by_hand.theta)
@@ -137,7 +141,7 @@ def test_the_barrier_steps_with_the_plain_mean_as_torchs_sgd_does():
     sgd = torch.optim.SGD(theirs, lr=0.7, momentum=0.9, nesterov=True)
     for r in range(4):
         rounds = [synchronizer.dispatch(worker) for worker in range(WORKERS)]
-        close([t for handed in rounds for t in handed.parameters], [p.detach() for p in theirs] * WORKERS)
+        close([t for worker_round in rounds for t in worker_round.parameters], [p.detach() for p in theirs] * WORKERS)
         deltas = [random_deltas(draw) for _ in rounds]
         arrivals = [synchronizer.receive(answer(rounds[w], deltas[w])) for w in (2, 0, 1)]
         for i, p in enumerate(theirs):
@@ -155,8 +159,8 @@ def test_the_barrier_steps_with_the_plain_mean_as_torchs_sgd_does():
 def test_nothing_moves_while_the_barrier_is_closed():
     synchronizer = build("sync-nesterov")
     rounds = [synchronizer.dispatch(worker) for worker in range(WORKERS)]
-    for handed in rounds[:2]:
-        synchronizer.receive(answer(handed, [torch.ones(shape, dtype=F64) for shape in SHAPES]))
+    for worker_round in rounds[:2]:
+        synchronizer.receive(answer(worker_round, [torch.ones(shape, dtype=F64) for shape in SHAPES]))
     assert same(synchronizer.parameters, initial())
 
 
@@ -183,7 +187,7 @@ def before_it() -> Synchronizer:
 
 
 def test_a_zeroed_contribution_lets_the_momentum_decay_and_move_the_parameters():
-    synchronizer, arrival = after_one_stale_arrival(Drop("zero", above=1))
+    synchronizer, arrival = after_one_stale_arrival(Drop("zero", max_staleness=1))
     before = before_it()
     assert (arrival.verdict, arrival.reason) == ("zeroed", "staleness 2 is above 1")
     assert (arrival.arrival, arrival.outer_step, arrival.released) == (3, 3, (1,))
@@ -194,7 +198,7 @@ def test_a_zeroed_contribution_lets_the_momentum_decay_and_move_the_parameters()
 
 
 def test_a_skipped_contribution_changes_neither_parameters_nor_momentum_nor_the_outer_step():
-    synchronizer, arrival = after_one_stale_arrival(Drop("skip", above=1))
+    synchronizer, arrival = after_one_stale_arrival(Drop("skip", max_staleness=1))
     before = before_it()
     assert (arrival.verdict, arrival.reason) == ("skipped", "staleness 2 is above 1")
     assert (arrival.arrival, arrival.outer_step, arrival.released) == (3, 2, (1,))
@@ -204,7 +208,9 @@ def test_a_skipped_contribution_changes_neither_parameters_nor_momentum_nor_the_
     assert synchronizer.dispatch(1).spans == ((10, 10),)  # its data was used up
 
 
-@pytest.mark.parametrize("drop", [None, Drop("zero", above=2), Drop("skip", above=2), Drop("never", above=0)])
+@pytest.mark.parametrize(
+    "drop", [None, Drop("zero", max_staleness=2), Drop("skip", max_staleness=2), Drop("never", max_staleness=0)]
+)
 def test_what_is_not_above_the_limit_is_applied(drop):
     synchronizer, arrival = after_one_stale_arrival(drop)
     assert (arrival.verdict, arrival.reason, arrival.outer_step) == ("applied", "", 3)

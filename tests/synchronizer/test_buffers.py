@@ -28,9 +28,9 @@ def test_behind_the_barrier_buffers_are_the_workers_mean():
     synchronizer = build("sync-nesterov", buffers=[torch.tensor([1.0, 2.0], dtype=F64), torch.tensor(5)])
     deltas = [torch.ones(shape, dtype=F64) for shape in SHAPES]
     rounds = [synchronizer.dispatch(worker) for worker in range(WORKERS)]
-    for handed, mean, counter in zip(rounds, ([3.0, 0.0], [6.0, 0.5], [9.0, 1.0]), (7, 11, 6), strict=True):
+    for worker_round, mean, counter in zip(rounds, ([3.0, 0.0], [6.0, 0.5], [9.0, 1.0]), (7, 11, 6), strict=True):
         assert synchronizer.buffers[0].tolist() == [1.0, 2.0]
-        synchronizer.receive(answer(handed, deltas, [torch.tensor(mean, dtype=F64), torch.tensor(counter)]))
+        synchronizer.receive(answer(worker_round, deltas, [torch.tensor(mean, dtype=F64), torch.tensor(counter)]))
     close(synchronizer.buffers[:1], [torch.tensor([6.0, 0.5], dtype=F64)])
     assert synchronizer.buffers[1] == 11
 
@@ -45,8 +45,8 @@ def test_buffers_that_nobody_changes_stay_to_the_bit(method):
     synchronizer = build(method, buffers=constants)
     for _ in range(5):
         rounds = [synchronizer.dispatch(worker) for worker in range(WORKERS)]
-        for handed in rounds:
-            assert synchronizer.receive(answer(handed, random_deltas(draw))).verdict != "refused"
+        for worker_round in rounds:
+            assert synchronizer.receive(answer(worker_round, random_deltas(draw))).verdict != "refused"
     assert same(synchronizer.buffers, constants)
 
 
@@ -60,8 +60,8 @@ def test_a_buffer_that_begins_infinite_takes_the_first_finite_value():
 def test_a_pseudo_gradient_in_half_precision_is_added_in_the_models():
     synchronizer = build("sync-nesterov", parameters=[torch.zeros(1)], workers=3)
     rounds = [synchronizer.dispatch(worker) for worker in range(3)]
-    for handed, delta in zip(rounds, (1.0, 2**-9, 2**-9), strict=True):  # beside 1 bfloat16 does not see 2⁻⁹
-        synchronizer.receive(answer(handed, [torch.tensor([delta], dtype=torch.bfloat16)]))
+    for worker_round, delta in zip(rounds, (1.0, 2**-9, 2**-9), strict=True):  # beside 1 bfloat16 does not see 2⁻⁹
+        synchronizer.receive(answer(worker_round, [torch.tensor([delta], dtype=torch.bfloat16)]))
     expected = torch.tensor([-0.7 * 1.9 * (1 + 2**-8) / 3])
     torch.testing.assert_close(synchronizer.parameters[0], expected, rtol=1e-6, atol=0)
 
@@ -69,14 +69,14 @@ def test_a_pseudo_gradient_in_half_precision_is_added_in_the_models():
 @pytest.mark.parametrize("method", sorted(METHODS))
 def test_a_contribution_and_the_parameters_gradients_stay_as_they_are(method):
     synchronizer = build(method, workers=2)
-    own = torch.full_like(synchronizer.parameters[0], 3.0)
-    synchronizer.parameters[0].grad = own.clone()
+    gradient = torch.full_like(synchronizer.parameters[0], 3.0)
+    synchronizer.parameters[0].grad = gradient.clone()
     draw = torch.Generator().manual_seed(3)
     for _ in range(3):
-        for handed in [synchronizer.dispatch(worker) for worker in range(2)]:
+        for worker_round in [synchronizer.dispatch(worker) for worker in range(2)]:
             deltas = random_deltas(draw)
             copies = [delta.clone() for delta in deltas]
-            synchronizer.receive(answer(handed, deltas))
+            synchronizer.receive(answer(worker_round, deltas))
             assert same(deltas, copies)
     grads = [p.grad for p in synchronizer.parameters]
-    assert torch.equal(grads[0], own) and grads[1:] == [None] * (len(grads) - 1)
+    assert torch.equal(grads[0], gradient) and grads[1:] == [None] * (len(grads) - 1)

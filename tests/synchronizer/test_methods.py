@@ -11,7 +11,7 @@ from heloco.errors import UserError
 from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov
-from heloco.policy import Standing, make_choice
+from heloco.policy import ArrivalCounts, make_choice
 from heloco.synchronizer import Contribution, Synchronizer
 from support.synchronizers import WORKERS, build, initial, random_deltas, same
 
@@ -106,10 +106,10 @@ def test_heloco_is_mla_with_look_ahead_and_correction():
 
 def test_a_weight_is_told_the_workers_share_of_the_inner_steps():
     """Two workers with rounds of 6 and 2 steps that take turns: after the arrival of each, three quarters and one quarter."""
-    standings = []
+    counts_list = []
 
-    def weight(standing: Standing) -> float:
-        standings.append(standing)
+    def weight(counts: ArrivalCounts) -> float:
+        counts_list.append(counts)
         return 1.0
 
     synchronizer = Synchronizer(
@@ -125,4 +125,4 @@ def test_a_weight_is_told_the_workers_share_of_the_inner_steps():
         for each in rounds:
             synchronizer.receive(Contribution(each.worker, each.index, each.version))
     # one more round of each is counted: 12 of 14, 4 of 16, then 18 of 22, 6 of 24
-    assert [s.step_share for s in standings] == pytest.approx([12 / 14, 4 / 16, 18 / 22, 6 / 24])
+    assert [s.step_share for s in counts_list] == pytest.approx([12 / 14, 4 / 16, 18 / 22, 6 / 24])

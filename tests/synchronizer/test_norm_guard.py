@@ -158,8 +158,8 @@ def test_the_first_contribution_may_not_be_much_larger_than_the_model(method):
 
 
 def test_an_outlier_that_is_too_stale_is_dropped_all_the_same():
-    for how, verdict in (("zero", "zeroed"), ("skip", "skipped")):
-        synchronizer = build("heloco", guard=CLIP, drop=Drop(how, above=5))
+    for action, verdict in (("zero", "zeroed"), ("skip", "skipped")):
+        synchronizer = build("heloco", guard=CLIP, drop=Drop(action, max_staleness=5))
         for number in range(12):
             arrive(synchronizer, number % 2, drawn(number))
         arrival = arrive(synchronizer, 2, drawn(50, times=1e9))

@@ -91,9 +91,9 @@ def test_workers_start_from_roundings_and_may_hand_in_in_half_precision(method, 
     ours, theirs = build(method, parameters=[p.clone() for p in start]), build(method, parameters=[p.float() for p in start])
     for number in range(12):
         deltas = [(1e-3 * torch.randn(shape, generator=draw)).to(dtype) for shape in SHAPES]
-        handed = [ours.dispatch(number % 3), theirs.dispatch(number % 3)] if number % 3 not in ours.held else None
-        if handed:
-            for p, twin in zip(handed[0].parameters, handed[1].parameters, strict=True):
+        rounds = [ours.dispatch(number % 3), theirs.dispatch(number % 3)] if number % 3 not in ours.held else None
+        if rounds:
+            for p, twin in zip(rounds[0].parameters, rounds[1].parameters, strict=True):
                 assert p.dtype is dtype and torch.equal(p, twin.to(dtype))
         arrive(ours, number % 3, deltas)
         arrive(theirs, number % 3, [delta.float() for delta in deltas])

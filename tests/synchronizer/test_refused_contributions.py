@@ -86,8 +86,8 @@ def test_contributions_behind_the_barrier_that_are_finite_but_whose_sum_is_not_a
     refused = synchronizer.receive(answer(rounds[0], [torch.tensor([0.9 * largest, 0.0, 0.0, 0.0])]))
     assert (refused.verdict, refused.code) == ("refused", "not-finite")
     rounds[0] = synchronizer.dispatch(0)
-    for handed in rounds:
-        last = synchronizer.receive(answer(handed, [torch.tensor([0.4 * largest, 0.0, 0.0, 0.0])]))
+    for worker_round in rounds:
+        last = synchronizer.receive(answer(worker_round, [torch.tensor([0.4 * largest, 0.0, 0.0, 0.0])]))
     assert last.verdict == "applied" and all(p.isfinite().all() for p in synchronizer.parameters)
 
 
@@ -98,12 +98,12 @@ def test_a_refusal_under_the_barrier_leaves_the_mean_as_if_it_had_not_been():
         synchronizer = build("sync-nesterov")
         rounds = [synchronizer.dispatch(worker) for worker in range(WORKERS)]
         synchronizer.receive(answer(rounds[0], deltas[0]))
-        handed = rounds[1]
+        worker_round = rounds[1]
         for _ in range(refusals):
-            refused = synchronizer.receive(answer(handed, [torch.full(shape, torch.nan, dtype=F64) for shape in SHAPES]))
+            refused = synchronizer.receive(answer(worker_round, [torch.full(shape, torch.nan, dtype=F64) for shape in SHAPES]))
             assert refused.released == (1,)
-            handed = synchronizer.dispatch(1)
-        synchronizer.receive(answer(handed, deltas[1]))
+            worker_round = synchronizer.dispatch(1)
+        synchronizer.receive(answer(worker_round, deltas[1]))
         assert synchronizer.receive(answer(rounds[2], deltas[2])).released == (0, 1, 2)
         results.append(synchronizer.parameters)
     assert same(*results)

@@ -44,7 +44,7 @@ def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> l
 def test_loaded_into_a_fresh_one_the_state_continues_to_the_bit(method, cut):
     def fresh() -> Synchronizer:
         buffers = [torch.zeros(2, dtype=F64), torch.tensor(0)]
-        drop = None if METHODS[method].barrier else Drop("zero", above=4)
+        drop = None if METHODS[method].barrier else Drop("zero", max_staleness=4)
         return build(method, buffers=buffers, drop=drop, guard=NormGuard(1.5))
 
     draw = torch.Generator().manual_seed(9)
@@ -106,8 +106,8 @@ def test_memory_is_a_multiple_of_the_model_whatever_the_number_of_workers(method
     synchronizer = build(method, workers=workers, parameters=[torch.zeros(size)])
 
     def round_of(worker: int) -> tuple[int, int]:
-        handed = synchronizer.dispatch(worker)  # the worker has the tensors; here they are let go
-        return handed.index, handed.version
+        worker_round = synchronizer.dispatch(worker)  # the worker has the tensors; here they are let go
+        return worker_round.index, worker_round.version
 
     under_way = {worker: round_of(worker) for worker in range(workers)}
     for worker in [*range(workers), *range(workers // 2)]:

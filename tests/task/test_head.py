@@ -106,7 +106,7 @@ def test_an_evaluation_says_the_same_with_the_kernels(fused: None) -> None:  # n
 
     corpus = prepare("builtin", languages=["auren", "thelis"])
     config = preset("1m", width=32, layers=1, heads=2, context=16, vocab_size=257)
-    task = LanguageTask(corpus, split(corpus, how="source", context=16), config, context=16, seed=0, eval_windows=9)
+    task = LanguageTask(corpus, split(corpus, scheme="source", context=16), config, context=16, seed=0, eval_windows=9)
     rounded = task.evaluate(build(config, 3).to(DEVICE))
     whole = task.evaluate(build(config, 3).double().to(DEVICE))
     for name, scores in whole.items():

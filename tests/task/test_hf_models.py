@@ -16,7 +16,7 @@ from heloco.errors import UserError
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.study.grid import digest
 from heloco.task.hf import open_hf
-from support.hf_models import BYTES, COMMON, SHORT, gpt2_config, said, transformers, write_words
+from support.hf_models import BYTES, COMMON, SHORT, gpt2_config, transformers, warnings_in, write_words
 from support.local_link import LocalLink
 from support.repository import REPOSITORY
 from support.runs import evals, heloco
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "offline")
 def test_a_hugging_face_model_learns(name, models, tmp_path):
     settings = ("--arrivals", "20", "--inner-steps", "5", "--batch-size", "8", "--lr", "0.01", "--paces", "1,1,2,2,2")
     result = heloco("train", "--hf", models[name], *BYTES, *COMMON, *settings, "--out", tmp_path / "run")
-    assert result.code == 0 and not said(result), result.err
+    assert result.code == 0 and not warnings_in(result), result.err
     losses = [line["mean"]["loss"] for line in evals(tmp_path / "run")]
     assert 5.3 < losses[0] < 6.0, "it starts near the uniform guess"
     assert losses[-1] < losses[0] - 0.5

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.settings import read_toml
-from support.hf_models import BYTES, SHORT, gpt2_config, model_of, refused, reloaded, said, same_logits, transformers
+from support.hf_models import BYTES, SHORT, gpt2_config, model_of, refused, reloaded, same_logits, transformers, warnings_in
 from support.nursery import Fault
 from support.runs import evals, heloco, outcome, tape
 
@@ -29,7 +29,7 @@ def trained(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         if key not in folders:
             out = tmp_path_factory.mktemp("trained") / "run"
             result = heloco("train", "--hf", models[name], *BYTES, *SHORT, *settings, "--out", out)
-            assert result.code == 0 and not said(result), result.err
+            assert result.code == 0 and not warnings_in(result), result.err
             folders[key] = out
         return folders[key]
 

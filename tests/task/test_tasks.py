@@ -140,7 +140,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
 
 
 def language_task(corpus: Corpus, *, context: int = 8, eval_windows: int = 64, model: GPTConfig = TINY) -> LanguageTask:
-    shards = split(corpus, how="source", context=context)
+    shards = split(corpus, scheme="source", context=context)
     return LanguageTask(corpus, shards, model, context=context, seed=3, eval_windows=eval_windows)
 
 

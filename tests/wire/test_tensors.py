@@ -18,7 +18,7 @@ NAMED = st.dictionaries(
 )
 
 
-def made(described):
+def random_tensors(described):
     numbers = torch.Generator().manual_seed(1)
     return {
         name: torch.randint(0, 2, shape, generator=numbers).to(dtype) for name, (dtype, shape) in described.items()
@@ -27,7 +27,7 @@ def made(described):
 
 @given(NAMED)
 def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
-    tensors = made(described)
+    tensors = random_tensors(described)
     layout = Layout.from_tensors(tensors)
     content = b"".join(pieces(layout, tensors))
     assert len(content) == layout.size and content.startswith(layout.header)
@@ -39,7 +39,7 @@ def test_safetensors_reads_what_is_written_and_a_view_is_the_same(described):
 
 @given(NAMED, st.integers(0, 400))
 def test_a_file_can_be_sent_from_any_byte_on_and_its_digest_is_of_the_whole(described, offset):
-    tensors = made(described)
+    tensors = random_tensors(described)
     layout = Layout.from_tensors(tensors)
     content, digest = b"".join(pieces(layout, tensors)), hashlib.sha256()
     assert b"".join(pieces_after(offset, layout, tensors, digest)) == content[offset:]
@@ -48,11 +48,11 @@ def test_a_file_can_be_sent_from_any_byte_on_and_its_digest_is_of_the_whole(desc
 
 @given(described=NAMED)
 def test_a_layout_comes_back_from_json_and_from_its_file(described, tmp_path_factory):
-    layout = Layout.from_tensors(made(described))
+    layout = Layout.from_tensors(random_tensors(described))
     assert Layout.from_json(json.loads(json.dumps(layout.entries))) == layout
     path = tmp_path_factory.mktemp("layout") / "file"
     with path.open("wb", buffering=0) as file:
-        write(file, layout, made(described))
+        write(file, layout, random_tensors(described))
     assert Layout.in_file(path) == layout
     assert all(
         torch.equal(a, b)

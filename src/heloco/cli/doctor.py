@@ -29,6 +29,8 @@ def add_doctor_flags(parser: Parser) -> None:
 
 @dataclass(frozen=True)
 class Finding:
+    """What `heloco doctor` found out about one subject, and whether it is as it should be."""
+
     subject: str
     is_good: bool
     text: str

@@ -321,7 +321,9 @@ def is_external(spec: "ServeSpec") -> bool:
     """Whether training scripts bring the model of the run. Then `heloco join` cannot train it."""
     import tomllib
 
-    config_path = Path(spec.folder) / "config.toml"
+    from heloco.records.run_files import CONFIG
+
+    config_path = Path(spec.folder) / CONFIG
     text = spec.config or (config_path.read_text() if config_path.exists() else "")
     return bool(tomllib.loads(text).get("input", {}).get("task") == "external")
 

@@ -197,7 +197,7 @@ def machines_table(status: Status) -> RenderableType:
     )
     workers = "1 worker" if status.seats == 1 else f"{status.seats} workers"
     title = Text(f"{count_machines(len(status.machines))} for {workers}, {contributed}{per_minute(status)}", "italic")
-    above = [Text(f"paused: {status.paused.text}", "yellow")] if status.paused else []
+    pause_line = [Text(f"paused: {status.paused.text}", "yellow")] if status.paused else []
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("machine", "worker", "doing", "pace", "arrivals", "share", "stale", "per min", "heard of"):
         is_left = name in ("machine", "doing")
@@ -206,7 +206,7 @@ def machines_table(status: Status) -> RenderableType:
     for machine in status.machines:
         table.add_row(*map(Text, _machine_cells(machine, is_unique=names.count(machine.name) == 1)))
     caption = f"share, mean staleness and arrivals per minute: over the last {window} arrivals"
-    parts: list[RenderableType] = [*above, title]
+    parts: list[RenderableType] = [*pause_line, title]
     if status.machines:
         parts += [table, *([Text(caption, "dim")] if window else [])]
     return Group(*parts)

@@ -98,7 +98,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     from heloco.engine.local import StopRequested
     from heloco.report.charts.drawing import available
     from heloco.report.table_text import in_terminal, wide_console
-    from heloco.study.display import Watching
+    from heloco.study.display import StudyDisplay
     from heloco.study.output import PAGE, write_results
     from heloco.study.plan import carry_out as run_all
 
@@ -118,7 +118,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Watching(len(plan.runs), finished, console) as display:
+        with StudyDisplay(len(plan.runs), finished, console) as display:
             run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
     except StopRequested:
         finished = len(plan.runs) - len(plan.missing(folder.store))

@@ -27,6 +27,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Encoded:
+    """The tokens of a batch of documents, and how many bytes of text they came from."""
+
     tokens: Tokens
     text_bytes: int
 

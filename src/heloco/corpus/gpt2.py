@@ -111,9 +111,9 @@ def is_gpt2(content: bytes) -> bool:
 
 def byte_of_character() -> dict[str, int]:
     """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as the characters from U+0100 on, in order."""
-    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
-    hidden = [b for b in range(256) if b not in set(shown)]
-    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+    printable_bytes = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    other_bytes = [b for b in range(256) if b not in set(printable_bytes)]
+    return {chr(b): b for b in printable_bytes} | {chr(256 + i): b for i, b in enumerate(other_bytes)}
 
 
 def digest(ranks: dict[bytes, int]) -> str:

@@ -16,7 +16,7 @@ from heloco.errors import UserError, nearest
 
 from .prepare import Corpus
 
-How = Literal["source", "iid", "dirichlet"]
+SplitScheme = Literal["source", "iid", "dirichlet"]
 Indices = npt.NDArray[np.int64]
 
 _DEAL, _ORDER = 1, 2  # keep the generators of the two uses apart under one seed
@@ -50,22 +50,22 @@ class Shard:
 
 
 def split(
-    corpus: Corpus, *, how: How, shards: int | None = None, context: int, alpha: float = 0.5, seed: int = 0
+    corpus: Corpus, *, scheme: SplitScheme, shards: int | None = None, context: int, alpha: float = 0.5, seed: int = 0
 ) -> tuple[Shard, ...]:
     """Deals every window of every source to exactly one shard, none of them empty.
 
     `source`: a shard per source. `iid`: all windows shuffled and dealt evenly. `dirichlet`: each source's windows dealt in
     proportions drawn from Dirichlet(alpha): near 0 a source goes to one shard, far above 1 it goes to all alike.
     """
-    if how not in get_args(How):
-        raise UserError(f"There is no way {how!r} to split a corpus: {nearest(how, list(get_args(How)))}")
+    if scheme not in get_args(SplitScheme):
+        raise UserError(f"There is no way {scheme!r} to split a corpus: {nearest(scheme, list(get_args(SplitScheme)))}")
     if context < 1:
         raise UserError(f"A context of {context} tokens has no window: give at least 1.")
     names = [source.name for source in corpus.sources]
     shards = len(names) if shards is None else shards
     views = tuple(_windowed(source.train, context, source.name) for source in corpus.sources)
     sizes = [len(view) for view in views]
-    if how == "source":
+    if scheme == "source":
         if shards != len(names):
             raise UserError(
                 f"Split by source, {len(names)} sources make {len(names)} shards, not {shards}: use iid or dirichlet."
@@ -76,8 +76,8 @@ def split(
             f"{sum(sizes)} windows of {context} tokens cannot be dealt to {shards} shards: give 1 to {sum(sizes)} shards."
         )
     rng = np.random.default_rng([seed, _DEAL])
-    dealt = _deal_evenly(sizes, shards, rng) if how == "iid" else _deal_unevenly(sizes, shards, alpha, rng)
-    return tuple(_shard(f"{how}-{i}", views, members) for i, members in enumerate(dealt))
+    dealt = _deal_evenly(sizes, shards, rng) if scheme == "iid" else _deal_unevenly(sizes, shards, alpha, rng)
+    return tuple(_shard(f"{scheme}-{i}", views, members) for i, members in enumerate(dealt))
 
 
 def _windowed(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[Any]:

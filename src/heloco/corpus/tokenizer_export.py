@@ -67,10 +67,10 @@ def _last_merge(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]
 def byte_level(ids: Mapping[bytes, int], merges: Sequence[tuple[bytes, bytes]], end_of_text: int) -> bytes:
     """A tokenizer.json of byte-level BPE: tokens' bytes -> ids, and the merges in their order."""
     tokenizers = library("tokenizers", "A tokenizer.json")
-    shown = {byte: character for character, byte in gpt2.byte_of_character().items()}
+    character_of = {byte: character for character, byte in gpt2.byte_of_character().items()}
 
     def text(token: bytes) -> str:
-        return "".join(shown[byte] for byte in token)
+        return "".join(character_of[byte] for byte in token)
 
     vocabulary = {text(token): id_ for token, id_ in ids.items()} | {END_OF_TEXT: end_of_text}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [(text(a), text(b)) for a, b in merges]))

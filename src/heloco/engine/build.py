@@ -18,6 +18,7 @@ from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
 from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
 from heloco.task import BUILT_IN_TASKS, TASKS, Task
+from heloco.wire.blocks import name_start
 
 HF_CONTEXT = 128
 """Tokens per sample of a Hugging Face model where nothing is said: the paper's, and not the thousands that it may be made for."""
@@ -52,7 +53,7 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
         progress=progress,
     )
     how_many = len(corpus.sources) if data.split == "source" else len(config.rounds.paces)
-    shards = split(corpus, how=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
+    shards = split(corpus, scheme=data.split, shards=how_many, context=model.context, alpha=data.alpha, seed=seed)
     if hf is None:
         model = replace(model, vocab_size=model.vocab_size or corpus.vocab_size)
     architecture = hf or gpt_config(model)
@@ -79,6 +80,8 @@ def _absolute(name: str) -> str:
 
 @dataclass(frozen=True)
 class Parts:
+    """The objects of one run, built from its config."""
+
     task: Task
     config: RunConfig
     model: nn.Module
@@ -126,12 +129,11 @@ def _weight(config: RunConfig) -> Weight:
 def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) -> nn.Module:
     """The task's model with a checkpoint's outer parameters and buffers."""
     model = task.build_model().to(device)
-    for kind, ours in (("parameter", model.parameters()), ("buffer", model.buffers())):
-        for i, tensor in enumerate(ours):
-            saved_tensor = tensors.get(f"{kind}.{i}")
-            if saved_tensor is None or saved_tensor.shape != tensor.shape:
-                raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
-            tensor.copy_(saved_tensor)
+    for name, tensor in name_start(model.parameters(), model.buffers()).items():
+        saved_tensor = tensors.get(name)
+        if saved_tensor is None or saved_tensor.shape != tensor.shape:
+            raise UserError("The checkpoint does not fit the run's model: its config.toml was changed. Restore it.")
+        tensor.copy_(saved_tensor)
     return model
 
 

@@ -42,7 +42,7 @@ SHARE_OF_RUNS = 0.5  # of the free memory; the stack takes what it needs of the 
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A run to be carried out. `config` is resolved."""
 
     key: str
@@ -51,13 +51,20 @@ class Planned:
 
 
 class Watcher(Protocol):
-    def progressed(self, steps_done: int, steps_total: int) -> None: ...
-    def finished(self, key: str, collected: Collector) -> None: ...
-    def diverged(self, key: str, reason: str, collected: Collector) -> None: ...
+    """Is told how far the runs of a fleet are, and gets the records of each run that ends."""
+
+    def progressed(self, steps_done: int, steps_total: int) -> None:
+        """Called after each wave with the inner steps that are done and those of all runs."""
+
+    def finished(self, key: str, collected: Collector) -> None:
+        """Called with the tape and evaluations of a run that reached its last arrival."""
+
+    def diverged(self, key: str, reason: str, collected: Collector) -> None:
+        """Called with what there is of a run that was stopped because its numbers are not finite."""
 
 
 def run_fleet(
-    planned: Sequence[Planned], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
+    planned: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
 ) -> None:
     """Carries out all runs; `StopRequested` when `stopping()` turned true. Those that ended were handed to the watcher."""
     before = torch.get_float32_matmul_precision()
@@ -88,7 +95,7 @@ class _Member:
     """A run and what its schedule, which needs no training, tells beforehand."""
 
     order: int
-    planned: Planned
+    planned: PlannedRun
     chains: dict[tuple[int, int], int]
     steps_left: int
     run: LocalRun | None = None
@@ -100,18 +107,28 @@ class _Member:
         """Those of the rounds under way that arrive before the end (or, after refusals, the one that the clock waits for)."""
         assert self.run is not None
         simulation = self.run.simulation
-        scheduled = [handed for handed in simulation.needed() if (handed.worker, handed.index) in self.chains]
-        return [handed for handed in scheduled or [simulation.next_needed()] if handed.worker not in self.busy_workers]
+        scheduled = [
+            worker_round for worker_round in simulation.needed() if (worker_round.worker, worker_round.index) in self.chains
+        ]
+        return [
+            worker_round
+            for worker_round in scheduled or [simulation.next_needed()]
+            if worker_round.worker not in self.busy_workers
+        ]
 
-    def chain(self, handed: Round) -> int:
-        return self.chains.get((handed.worker, handed.index), handed.inner_steps)
+    def chain(self, worker_round: Round) -> int:
+        return self.chains.get((worker_round.worker, worker_round.index), worker_round.inner_steps)
 
 
 Wave = list[tuple[_Member, Round]]
 
 
 class Fleet:
-    def __init__(self, planned: Sequence[Planned], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]) -> None:
+    """Carries out many runs on one device. `run_fleet` is the usual way to use it."""
+
+    def __init__(
+        self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]
+    ) -> None:
         self.watcher, self.device, self.stopping = watcher, device, stopping
         self.waiting = [make_member(order, each) for order, each in enumerate(planned)]
         self.running: list[_Member] = []
@@ -137,19 +154,19 @@ class Fleet:
                 self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
 
     def _begin(self, wave: Wave) -> Results:
-        for member, handed in wave:
-            member.busy_workers.add(handed.worker)
-        jobs = [Job(handed, member.planned.task, member.planned.config.inner) for member, handed in wave]
+        for member, worker_round in wave:
+            member.busy_workers.add(worker_round.worker)
+        jobs = [Job(worker_round, member.planned.task, member.planned.config.inner) for member, worker_round in wave]
         return self._inner(jobs[0].task).begin(jobs)
 
     def _take_in(self, wave: Wave, results: Results) -> None:
-        for (member, handed), contribution in zip(wave, results(), strict=True):
+        for (member, worker_round), contribution in zip(wave, results(), strict=True):
             if member.run is None:  # it diverged while this was computed
                 continue
-            member.busy_workers.remove(handed.worker)
+            member.busy_workers.remove(worker_round.worker)
             member.run.simulation.give(contribution)
-            member.steps_left -= handed.inner_steps
-            self.steps_done += handed.inner_steps
+            member.steps_left -= worker_round.inner_steps
+            self.steps_done += worker_round.inner_steps
         for member in {id(member): member for member, _ in wave if member.run is not None}.values():
             self._advance(member)
 
@@ -157,15 +174,15 @@ class Fleet:
 
     def _pick(self) -> Wave:
         """The next wave: rounds that can share a stack, of the length of the one that goes first or shorter."""
-        every = [(member, handed) for member in self.running for handed in member.needed()]
+        every = [(member, worker_round) for member in self.running for worker_round in member.needed()]
         if not every:
             return []
         everybody = (*self.running, *self.waiting)
         stack_steps_left = sum(member.steps_left for member in everybody) / (self._wanted_width * self._waves)
 
         def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
-            member, handed = candidate
-            chain = member.chain(handed)
+            member, worker_round = candidate
+            chain = member.chain(worker_round)
             return (False, -chain, member.order) if chain >= URGENT * stack_steps_left else (True, 0, member.order)
 
         every.sort(key=place)
@@ -173,9 +190,9 @@ class Fleet:
         inner = self._inner(first.planned.task)
         kind = kind_of(first.planned.config.inner)
         alike = [
-            (member, handed)
-            for member, handed in every
-            if handed.inner_steps <= leading.inner_steps
+            (member, worker_round)
+            for member, worker_round in every
+            if worker_round.inner_steps <= leading.inner_steps
             and self._inner(member.planned.task) is inner
             and kind_of(member.planned.config.inner) == kind
         ]
@@ -214,8 +231,8 @@ class Fleet:
         """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result, and
         where AdamW's two moments are kept, those before and mostly also those after the round."""
         config = member.planned.config
-        of_worker = 5 if config.inner.keep_state else 2
-        return (3 + of_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned.task))
+        models_per_worker = 5 if config.inner.keep_state else 2
+        return (3 + models_per_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""
@@ -233,7 +250,7 @@ class Fleet:
         return self._inners[key]
 
 
-def make_member(order: int, planned: Planned) -> _Member:
+def make_member(order: int, planned: PlannedRun) -> _Member:
     config = planned.config
     check_stackable(config.inner)
     rounds = config.rounds

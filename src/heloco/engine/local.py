@@ -154,7 +154,7 @@ class LocalRun:
             self._heed_stop()
             if (arrived := self.simulation.advance()) is None:
                 return False
-            self._take_in(*arrived)
+            self.take_in(*arrived)
             if arrived[0].verdict != "refused":
                 self._evaluate_if(is_due(self.synchronizer.arrivals, settings.eval_every))
                 self._save_if(is_due(self.synchronizer.arrivals, settings.checkpoint_every))
@@ -166,7 +166,8 @@ class LocalRun:
         if self.stop_requested:
             raise StopRequested
 
-    def _take_in(self, arrival: Arrival, contribution: Contribution) -> None:
+    def take_in(self, arrival: Arrival, contribution: Contribution) -> None:
+        """Records an arrival. Raises `RunStopped` after too many refusals in a row."""
         self.units += contribution.units if arrival.verdict != "refused" else 0
         start_s = self.simulation.started_ns[arrival.worker] / NS
         record = arrival_record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, numbers=self.block_numbers)

@@ -18,6 +18,8 @@ from heloco.task import Task
 
 @dataclass(frozen=True)
 class Result:
+    """The outcome of `heloco.simulate`: the trained model, the records of the run, and its effective config."""
+
     model: nn.Module
     """The outer model at the end."""
     tape: list[ArrivalRecord]

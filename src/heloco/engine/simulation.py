@@ -39,6 +39,14 @@ class ClockState(Struct, frozen=True, kw_only=True):
 
 
 class Simulation:
+    """A virtual clock that drives a synchronizer: workers of given paces hand in their rounds in the order of time.
+
+        while not simulation.finished:
+            if simulation.advance() is None:                            # the clock waits for a result
+                simulation.give(compute(simulation.next_needed()))
+
+    It computes no training itself, so results may come from anywhere and in any order. `heloco.simulate` does all of this."""
+
     def __init__(
         self,
         synchronizer: Synchronizer,
@@ -65,10 +73,12 @@ class Simulation:
 
     @property
     def now_s(self) -> float:
+        """Virtual seconds since the start of the run."""
         return self.now_ns / NS
 
     @property
     def finished(self) -> bool:
+        """Whether all arrivals of the run are in."""
         return self.synchronizer.arrivals >= self.budget
 
     def needed(self) -> list[Round]:
@@ -104,11 +114,11 @@ class Simulation:
         return None
 
     def _start(self, worker: int) -> None:
-        handed = self.synchronizer.dispatch(worker)
-        handed.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
-        self._rounds[worker] = handed
+        worker_round = self.synchronizer.dispatch(worker)
+        worker_round.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
+        self._rounds[worker] = worker_round
         self.started_ns[worker] = self.now_ns
-        heapq.heappush(self._events, (self.now_ns + handed.inner_steps * self._pace_ns[worker], ARRIVE, worker))
+        heapq.heappush(self._events, (self.now_ns + worker_round.inner_steps * self._pace_ns[worker], ARRIVE, worker))
 
     def _arrive(self, worker: int) -> tuple[Arrival, Contribution]:
         contribution = self._results.pop(worker)

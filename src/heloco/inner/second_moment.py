@@ -22,15 +22,19 @@ Memory = dict[str, Tensor]
 
 
 @torch.no_grad()
-def shared_memory(how: str, beta2: float, worker: int, worker_memories: Sequence[Memory | None]) -> Memory | None:
+def shared_memory(sharing: str, beta2: float, worker: int, worker_memories: Sequence[Memory | None]) -> Memory | None:
     """The state that a worker begins a round with, from what each worker kept; None before its first round."""
-    own, memories = worker_memories[worker], [memory for memory in worker_memories if memory]
-    if own is None or len(memories) < 2:
-        return own
-    step = next(name for name in own if name.endswith(".step"))
-    names = [name for name, moment in own.items() if name.endswith(".exp_avg_sq") and (how == "pooled" or is_table(moment))]
+    worker_memory, memories = worker_memories[worker], [memory for memory in worker_memories if memory]
+    if worker_memory is None or len(memories) < 2:
+        return worker_memory
+    step = next(name for name in worker_memory if name.endswith(".step"))
+    names = [
+        name
+        for name, moment in worker_memory.items()
+        if name.endswith(".exp_avg_sq") and (sharing == "pooled" or is_table(moment))
+    ]
     corrections = [1 - beta2 ** memory[step].double() for memory in memories]  # on their device: the host does not wait
-    ours = 1 - beta2 ** own[step].double()
+    ours = 1 - beta2 ** worker_memory[step].double()
 
     def mean(moments_of: Sequence[list[Tensor]]) -> list[Tensor]:
         total: list[Tensor] = []
@@ -39,11 +43,14 @@ def shared_memory(how: str, beta2: float, worker: int, worker_memories: Sequence
             total = list(torch._foreach_add(total, scaled)) if total else scaled
         return total
 
-    if how == "pooled":
-        return {**own, **dict(zip(names, mean([[memory[name] for name in names] for memory in memories]), strict=True))}
+    if sharing == "pooled":
+        return {**worker_memory, **dict(zip(names, mean([[memory[name] for name in names] for memory in memories]), strict=True))}
     means = mean([[_rows(memory[name]) for name in names] for memory in memories])
-    raised = {name: own[name] + (row - _rows(own[name])).clamp(min=0) for name, row in zip(names, means, strict=True)}
-    return {**own, **raised}
+    raised = {
+        name: worker_memory[name] + (row - _rows(worker_memory[name])).clamp(min=0)
+        for name, row in zip(names, means, strict=True)
+    }
+    return {**worker_memory, **raised}
 
 
 def _rows(moment: Tensor) -> Tensor:

@@ -42,29 +42,29 @@ class SequentialInner:
     def run(self, rounds: Sequence[Round]) -> list[Contribution]:
         return [self._run(each) for each in rounds]
 
-    def _run(self, handed: Round) -> Contribution:
-        self._load(handed)
+    def _run(self, worker_round: Round) -> Contribution:
+        self._load(worker_round)
         optimizer = make_optimizer(self.options, self.model)
-        optimizer.load(handed.memory or {})
-        positions = np.concatenate([np.arange(start, start + count) for start, count in handed.spans])
-        steps = positions.reshape(handed.inner_steps, self.options.accumulate, self.options.batch_size)
-        base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
+        optimizer.load(worker_round.memory or {})
+        positions = np.concatenate([np.arange(start, start + count) for start, count in worker_round.spans])
+        steps = positions.reshape(worker_round.inner_steps, self.options.accumulate, self.options.batch_size)
+        base = worker_round.shard_steps if self.options.lr_position == "shard" else worker_round.run_steps
         losses, units = [], 0
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self._seed(derive(self.seed, "round", handed.worker, handed.index))
+            self._seed(derive(self.seed, "round", worker_round.worker, worker_round.index))
             for h, micro_batches in enumerate(steps):
                 if self.before_step is not None:
                     self.before_step()
                 optimizer.set_lr(learning_rate(self.options, base + h))
-                batches = [self.task.batch(handed.shard, part) for part in micro_batches]
+                batches = [self.task.batch(worker_round.shard, part) for part in micro_batches]
                 losses.append(self.step(optimizer, batches))
                 units += sum(map(self.task.units, batches))
         trace = torch.stack(losses).tolist()
         return Contribution(
-            handed.worker,
-            handed.index,
-            handed.version,
-            pseudo_gradient=[s - p.detach() for s, p in zip(handed.parameters, self._parameters, strict=True)],
+            worker_round.worker,
+            worker_round.index,
+            worker_round.version,
+            pseudo_gradient=[s - p.detach() for s, p in zip(worker_round.parameters, self._parameters, strict=True)],
             buffers=[b.detach().clone() for b in self._buffers],
             loss=sum(trace) / len(trace),
             last_loss=trace[-1],
@@ -81,12 +81,12 @@ class SequentialInner:
                 torch.cuda.manual_seed(seed)
 
     @torch.no_grad()
-    def _load(self, handed: Round) -> None:
+    def _load(self, worker_round: Round) -> None:
         self.model.train()
-        for parameter, start in zip(self._parameters, handed.parameters, strict=True):
+        for parameter, start in zip(self._parameters, worker_round.parameters, strict=True):
             parameter.copy_(start)
             parameter.grad = None
-        for ours, theirs in zip(self._buffers, handed.buffers, strict=True):
+        for ours, theirs in zip(self._buffers, worker_round.buffers, strict=True):
             ours.copy_(theirs)
 
     def step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class Stack:
+    """At most `size` rounds as one model with a leading dimension: `load`, `begin`, and then `contributions`."""
+
     def __init__(
         self, model: nn.Module, loss: StackedLoss, options: InnerOptions, size: int, steps: int, device: torch.device
     ) -> None:
@@ -62,8 +64,8 @@ class Stack:
         """The starts, data, learning rates and optimizers' state of at most S rounds; slices beyond them stand still."""
         rates, active, settings = np.zeros(self.lr.shape), np.zeros(self.lr.shape), np.zeros(self.settings.shape)
         for s, job in enumerate(jobs):
-            own = job.round.inner_steps
-            rates[:own, s], active[:own, s], settings[:, s] = job.learning_rates(), 1, settings_of(job.options)
+            round_steps = job.round.inner_steps
+            rates[:round_steps, s], active[:round_steps, s], settings[:, s] = job.learning_rates(), 1, settings_of(job.options)
         self.lr.copy_(torch.from_numpy(rates))
         self.active.copy_(torch.from_numpy(active))
         self.settings.copy_(torch.from_numpy(settings))
@@ -76,8 +78,8 @@ class Stack:
 
     def _load_data(self, jobs: Sequence["Job"], data: Sequence[Any]) -> None:
         shape = (self.options.accumulate, self.options.batch_size)
-        own = [_by_step(batch, job.round.inner_steps, self.steps, shape) for batch, job in zip(data, jobs, strict=True)]
-        fresh = stack_batches([*own, *own[-1:] * (self.size - len(own))])
+        batches = [_by_step(batch, job.round.inner_steps, self.steps, shape) for batch, job in zip(data, jobs, strict=True)]
+        fresh = stack_batches([*batches, *batches[-1:] * (self.size - len(batches))])
         self.data = to_device(fresh, self.device) if self.data is None else _overwrite(self.data, fresh)
         if self.table:
             rows = self.table.load(self.data)
@@ -165,7 +167,8 @@ class Stack:
             end: torch.cuda.Event = second_stream.record_event()
         return end
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Returns when the steps that were begun are done."""
         if self._end is not None:
             self._end.result().synchronize()
             self._end = None
@@ -195,7 +198,8 @@ class Stack:
 
     @torch.no_grad()
     def contributions(self, jobs: Sequence["Job"], data: Sequence[Any]) -> list[Contribution]:
-        self._wait()
+        """Waits for the steps to end, and returns the result of each round."""
+        self.wait()
         traces = self.losses.T.tolist()
         idle = self._idle_factors(jobs) if self.table else None
         each = zip(jobs, traces, data, strict=False)
@@ -203,32 +207,32 @@ class Stack:
 
     def _idle_factors(self, jobs: Sequence["Job"]) -> Tensor:
         """AdamW's factors at every step of the rounds, [7, S, steps]: for the rows of the table that a round did not read."""
-        own = torch.zeros(self.size, 1, dtype=torch.float64)
-        own[: len(jobs), 0] = torch.tensor([job.round.inner_steps for job in jobs])
-        steps = torch.arange(1, self.steps + 1, dtype=torch.float64) - own
+        round_steps = torch.zeros(self.size, 1, dtype=torch.float64)
+        round_steps[: len(jobs), 0] = torch.tensor([job.round.inner_steps for job in jobs])
+        steps = torch.arange(1, self.steps + 1, dtype=torch.float64) - round_steps
         steps_taken = self.steps_taken[:, None] + steps.to(self.device)
         return adamw_factors(steps_taken, self.lr.T, self.active.T, self.settings[..., None].expand(-1, -1, self.steps))
 
     def _contribution(self, s: int, job: "Job", trace: list[float], data: Any, idle: Tensor | None) -> Contribution:
-        handed = job.round
-        moved = list(torch._foreach_sub(self._whole(handed.parameters), self._slices[s]))
+        worker_round = job.round
+        moved = list(torch._foreach_sub(self._whole(worker_round.parameters), self._slices[s]))
         memory = self._memory(s) if job.options.keep_state else None
         if self.table:
             at = self.table.index
             assert idle is not None
-            end, *moments = self._whole_table(s, job, idle[:, s, : handed.inner_steps])
-            moved.insert(at, handed.parameters[at] - end)
+            end, *moments = self._whole_table(s, job, idle[:, s, : worker_round.inner_steps])
+            moved.insert(at, worker_round.parameters[at] - end)
             if memory:
                 memory |= zip((f"{at}.{name}" for name in ADAMW_STATE), moments, strict=True)
         return Contribution(
-            handed.worker,
-            handed.index,
-            handed.version,
+            worker_round.worker,
+            worker_round.index,
+            worker_round.version,
             pseudo_gradient=moved,
             buffers=[b[s].clone() for b in self.buffers],
             loss=sum(trace) / len(trace),
             last_loss=trace[-1],
-            samples=sum(count for _, count in handed.spans),
+            samples=sum(count for _, count in worker_round.spans),
             units=job.task.units(data),
             memory=memory,
         )
@@ -275,12 +279,12 @@ def map_tensors(batch: Any, function: Any) -> Any:
     return type(batch)(map_tensors(value, function) for value in batch)
 
 
-def _by_step(batch: Any, own: int, steps: int, shape: tuple[int, int]) -> Any:
+def _by_step(batch: Any, round_steps: int, steps: int, shape: tuple[int, int]) -> Any:
     """Samples as [steps, accumulate, batch_size, …]; a shorter round's last step stands in for those it does not have."""
 
     def by_step(t: Tensor) -> Tensor:
-        t = t.view(own, *shape, *t.shape[1:])
-        return t if own == steps else torch.cat([t, t[-1:].expand(steps - own, *t.shape[1:])])
+        t = t.view(round_steps, *shape, *t.shape[1:])
+        return t if round_steps == steps else torch.cat([t, t[-1:].expand(steps - round_steps, *t.shape[1:])])
 
     return map_tensors(batch, by_step)
 

@@ -57,9 +57,9 @@ class Job:
         return kind_of(self.options)
 
     def learning_rates(self) -> list[float]:
-        handed = self.round
-        base = handed.shard_steps if self.options.lr_position == "shard" else handed.run_steps
-        return [learning_rate(self.options, base + h) for h in range(handed.inner_steps)]
+        worker_round = self.round
+        base = worker_round.shard_steps if self.options.lr_position == "shard" else worker_round.run_steps
+        return [learning_rate(self.options, base + h) for h in range(worker_round.inner_steps)]
 
     def batches(self) -> Any:
         """All batches of the round, samples along the first dimension."""
@@ -76,7 +76,8 @@ class StackedInner:
         self.width = width
         self.model = task.build_model().to(self.device).train()
         self.loss: StackedLoss = stacked_loss(task, self.model)
-        self._stacks: list[Stack] = []
+        self.stacks: list[Stack] = []
+        """One for each kind of job that runs or ran last."""
 
     def run(self, jobs: Sequence[Job]) -> list[Contribution]:
         """Any number of jobs of any kinds."""
@@ -126,12 +127,12 @@ class StackedInner:
     def _stack(self, kind: InnerOptions, size: int, steps: int) -> Stack:
         """An idle stack with room for this many rounds."""
         check_stackable(kind)
-        for stack in self._stacks:
+        for stack in self.stacks:
             if not stack.busy and (stack.options, stack.size) == (kind, size) and stack.steps >= steps:
                 return stack
         self._forget()
-        self._stacks.append(Stack(self.model, self.loss, kind, size, steps, self.device))
-        return self._stacks[-1]
+        self.stacks.append(Stack(self.model, self.loss, kind, size, steps, self.device))
+        return self.stacks[-1]
 
     def _size(self, jobs: int) -> int:
         """On a GPU one stack of the full width serves any number of jobs, so that its graph is recorded once."""
@@ -139,6 +140,6 @@ class StackedInner:
 
     def _forget(self) -> None:
         """Gives the memory of idle stacks back: what is asked for next will not fit them."""
-        self._stacks = [stack for stack in self._stacks if stack.busy]
+        self.stacks = [stack for stack in self.stacks if stack.busy]
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

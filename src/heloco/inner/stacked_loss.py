@@ -30,6 +30,8 @@ class Reads:
 
 
 class StackedLoss(Protocol):
+    """The loss of every slice of a stack in one forward pass."""
+
     @property
     def table(self) -> Reads | None: ...
 

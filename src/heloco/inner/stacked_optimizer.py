@@ -27,21 +27,21 @@ class StackedOptimizer:
 
     def __init__(self, options: InnerOptions, parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
         by_adamw = [ADAMW_STATE[0] in state for state in states]
-        self._of_adamw = [i for i, is_so in enumerate(by_adamw) if is_so]
-        self._others = [i for i, is_so in enumerate(by_adamw) if not is_so]
-        moved = [parameters[i] for i in self._of_adamw]
-        moments = ([states[i][name] for i in self._of_adamw] for name in ADAMW_STATE)
+        self._adamw_blocks = [i for i, is_so in enumerate(by_adamw) if is_so]
+        self._momentum_blocks = [i for i, is_so in enumerate(by_adamw) if not is_so]
+        moved = [parameters[i] for i in self._adamw_blocks]
+        moments = ([states[i][name] for i in self._adamw_blocks] for name in ADAMW_STATE)
         self._adamw = AdamW(moved, *moments) if moved else None
-        momenta = [states[i][MOMENTUM[0]] for i in self._others if MOMENTUM[0] in states[i]]
+        momenta = [states[i][MOMENTUM[0]] for i in self._momentum_blocks if MOMENTUM[0] in states[i]]
         kind = SGD if options.inner_optimizer == "sgd" else Muon
-        self._momentum: SGD | Muon = kind([parameters[i] for i in self._others], momenta, options.optimizer_momentum)
+        self._momentum: SGD | Muon = kind([parameters[i] for i in self._momentum_blocks], momenta, options.optimizer_momentum)
 
     def move(self, gradients: Sequence[Tensor], steps_taken: Tensor, lr: Tensor, active: Tensor, settings: Tensor) -> None:
         """One step of all slices; the last four have a column for each slice."""
         if self._adamw:
-            self._adamw.move([gradients[i] for i in self._of_adamw], adamw_factors(steps_taken, lr, active, settings))
-        if self._others:
-            self._momentum.move([gradients[i] for i in self._others], lr, settings[3], active)
+            self._adamw.move([gradients[i] for i in self._adamw_blocks], adamw_factors(steps_taken, lr, active, settings))
+        if self._momentum_blocks:
+            self._momentum.move([gradients[i] for i in self._momentum_blocks], lr, settings[3], active)
 
     def recorded(self) -> None:
         """After a graph was recorded with a `move` in it."""

@@ -17,6 +17,8 @@ STRIDE = 1024  # rows come in multiples of this, so that a stack of other rounds
 
 
 class Table:
+    """The rows of a table that the rounds of a stack read, gathered for each slice."""
+
     def __init__(self, reads: Reads, size: int, device: torch.device) -> None:
         self.index, self.height = reads.index, reads.height
         self._reads = reads.rows

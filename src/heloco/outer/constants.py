@@ -19,6 +19,8 @@ class MomentumKnobs(TypedDict, total=False):
 
 
 class LookaheadKnobs(MomentumKnobs, total=False):
+    """The constants of rules whose workers can start from the look-ahead model."""
+
     lookahead: Annotated[bool, Knob(False, "Whether workers start from θ − ημm instead of θ.")]
 
 
@@ -47,6 +49,8 @@ class HeLoCoKnobs(LookaheadKnobs, CorrectionKnobs, total=False):
 
 
 class DelayKnobs(MomentumKnobs, total=False):
+    """The constants of delayed Nesterov."""
+
     delay: Annotated[
         int, Knob(5, "N: the momentum moves at every N-th arrival. Methods set it to the number of workers.", "[1, ∞)")
     ]
@@ -56,9 +60,9 @@ class DelayKnobs(MomentumKnobs, total=False):
 CORRECTION = declared_knobs(CorrectionKnobs)
 
 
-def correction_constants(given: Mapping[str, Any]) -> SimpleNamespace:
-    """The correction's constants, checked; `given` replaces defaults."""
-    constants = SimpleNamespace(**filled(CORRECTION, given))
+def correction_constants(values: Mapping[str, Any]) -> SimpleNamespace:
+    """The correction's constants, checked; `values` replace defaults."""
+    constants = SimpleNamespace(**filled(CORRECTION, values))
     if not constants.c_bad < max(constants.c_ok, 0):
         raise ValueError(f"c_ok is {constants.c_ok!r} and c_bad {constants.c_bad!r}: c_bad must be below c_ok.")
     return constants

@@ -98,8 +98,8 @@ def combine(
 ) -> tuple[float, float, Outcome]:
     """(a, b, outcome) such that G = a·Δ + b·m, from a block's sums Δ·Δ, m·m, Δ·m."""
     values = correction_constants(constants)
-    of_block = corrected_coefficients(weight, (getattr(values, name) for name in CORRECTION))
-    a, b, [outcome] = combine_all(np.array([[uu, mm, um]]), np.array([of_block]).T)
+    block_coefficients = corrected_coefficients(weight, (getattr(values, name) for name in CORRECTION))
+    a, b, [outcome] = combine_all(np.array([[uu, mm, um]]), np.array([block_coefficients]).T)
     return float(a[0]), float(b[0]), outcome
 
 

@@ -27,8 +27,8 @@ class FunctionRule(OuterOptimizer):
     """Those that the function takes. `lookahead` is the optimizer's own."""
     has_state: ClassVar[bool]
 
-    def __init__(self, params: Any, **given: Any) -> None:
-        super().__init__(params, given)
+    def __init__(self, params: Any, **knob_values: Any) -> None:
+        super().__init__(params, knob_values)
 
     def coefficients_of(self, group: dict[str, Any], weight: float) -> Coefficients:  # noqa: ARG002
         return coefficients(weight=weight)
@@ -73,12 +73,12 @@ def make_rule(rule: Any) -> type[OuterOptimizer]:
         required = []
     if len(required) != 4:
         raise ValueError(f"The rule {name} must take θ, m, Δ and ρ, in this order, and have a default for every other parameter.")
-    of_function = knobs_of_signature(rule, skipped=("state",))
+    function_knobs = knobs_of_signature(rule, skipped=("state",))
     lookahead = {}
-    if {"lr", "momentum"} <= of_function.keys() and "lookahead" not in of_function:  # what θ − ημm needs
+    if {"lr", "momentum"} <= function_knobs.keys() and "lookahead" not in function_knobs:  # what θ − ημm needs
         lookahead = {"lookahead": declared_knobs(LookaheadKnobs)["lookahead"]}
     content = {
-        "__doc__": rule.__doc__, "function": staticmethod(rule), "function_knobs": tuple(of_function),
-        "has_state": "state" in parameters, "knobs": {**of_function, **lookahead},
+        "__doc__": rule.__doc__, "function": staticmethod(rule), "function_knobs": tuple(function_knobs),
+        "has_state": "state" in parameters, "knobs": {**function_knobs, **lookahead},
     }  # fmt: skip
     return type(name, (FunctionRule,), content)

@@ -71,4 +71,5 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
         correction_constants({name: group[name] for name in CORRECTION})
 
     def coefficients_of(self, group: dict[str, Any], weight: float) -> Coefficients:
+        """The numbers of a parameter group that decide how its blocks are corrected and moved."""
         return corrected_coefficients(weight, (group[name] for name in CORRECTION), self._step_coefficients(group))

@@ -76,14 +76,14 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
         weighted = _times(deltas, blocks.a.tolist())
         fused = None if group["fused"] and not contiguous else group["fused"]
         # One call for all blocks rather than four for each: the same operations, but torch adds to what it takes for gradients.
-        own = (
+        can_use_foreach = (
             weighted is not deltas and contiguous and {*map(type, blocks.parameters), *map(type, blocks.momenta)}.issubset(PLAIN)
         )
         sgd(
             blocks.parameters,
             weighted,
             list(blocks.momenta),
-            foreach=True if own and fused is None else None,
+            foreach=True if can_use_foreach and fused is None else None,
             fused=fused,
             weight_decay=0.0,
             momentum=group["momentum"],

@@ -98,13 +98,14 @@ class OuterOptimizer(Optimizer):
         if cls.__doc__:
             cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{knobs}", described(cls.knobs))
 
-    def __init__(self, params: Any, given: Mapping[str, Any], **others: Any) -> None:
-        """`given`: values of knobs. `others`: what else each parameter group holds."""
-        super().__init__(params, {**filled(self.knobs, given), **others})
+    def __init__(self, params: Any, knob_values: Mapping[str, Any], **others: Any) -> None:
+        """`knob_values`: values of knobs by name. `others`: what else each parameter group holds."""
+        super().__init__(params, {**filled(self.knobs, knob_values), **others})
         self.outcomes = []
         self.movements = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, as torch does. Refuses knobs out of range and parameters that cannot be trained."""
         self._check({**self.defaults, **param_group})
         _plain_add_param_group(self, param_group)
         try:
@@ -205,19 +206,19 @@ class OuterOptimizer(Optimizer):
         thetas = self._masters(parameters)
         momenta = [m if (m := self.state[p].get("momentum_buffer")) is not None else self._first_momentum(p) for p in parameters]
         block_kernels = kernels.BlockKernels(thetas, momenta, deltas, release)
-        of_groups = [self.coefficients_of(group, weight) for group in self.param_groups]
-        sums = block_kernels.step(of_groups, group_of) if self.has_fused_step and scale is None else None
+        group_coefficients = [self.coefficients_of(group, weight) for group in self.param_groups]
+        sums = block_kernels.step(group_coefficients, group_of) if self.has_fused_step and scale is None else None
         if sums is None:
             sums = block_kernels.statistics()
         usable = sums[:, 0] <= [LARGEST_SQUARE[m.dtype] for m in momenta]  # a NaN is not below anything
         if not usable.all():
             raise NotFinite(f"the pseudo-gradient of block {usable.argmin()} is not finite")
-        of_blocks = np.array(of_groups, dtype=np.float64).T.take(group_of, axis=1)
+        block_coefficients = np.array(group_coefficients, dtype=np.float64).T.take(group_of, axis=1)
         factors = scale(sums[:, 0]) if scale is not None else ()
-        a, b, self.outcomes = combine_all(_scaled(sums, factors), of_blocks)
+        a, b, self.outcomes = combine_all(_scaled(sums, factors), block_coefficients)
         a = a * factors if len(factors) else a  # G = a·sΔ + b·m
         states = [self.state[p] for p in parameters]
-        blocks = Blocks(thetas, momenta, deltas, states, group_of, of_blocks, sums, a, b, release)
+        blocks = Blocks(thetas, momenta, deltas, states, group_of, block_coefficients, sums, a, b, release)
         self.movements = self._apply(blocks, block_kernels)
         round_masters(parameters, thetas)
 
@@ -271,8 +272,12 @@ class OuterOptimizer(Optimizer):
         for group in self.param_groups:
             ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
             momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
-            of_group = _ahead(self._masters(group["params"]), momenta, ahead)
-            starts += of_group if not HALF.intersection(p.dtype for p in group["params"]) else _copies(of_group, group["params"])
+            group_starts = _ahead(self._masters(group["params"]), momenta, ahead)
+            starts += (
+                group_starts
+                if not HALF.intersection(p.dtype for p in group["params"])
+                else _copies(group_starts, group["params"])
+            )
         return starts
 
     @torch.no_grad()
@@ -300,6 +305,7 @@ class OuterOptimizer(Optimizer):
         return momentum
 
     def load_state_dict(self, state_dict: Any) -> None:
+        """Loads a saved state, as torch does, but keeps the momentum of half-precision models in float32."""
         super().load_state_dict(state_dict)
         # torch casts loaded state to the parameter's dtype; the momentum of a half-precision model is float32 and stays so
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

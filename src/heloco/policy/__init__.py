@@ -4,12 +4,13 @@ from .drop import Decision, Drop
 from .norms import Judgement, NormGuard, NormHistory, make_guard
 from .shards import SHARD_POLICIES, Choose, ShardView, make_choice, register_shards
 from .steps import STEPS, inner_steps
-from .weight import WEIGHTS, Standing, Weight, make_weight, register_weight, weight_knobs
+from .weight import WEIGHTS, ArrivalCounts, Weight, make_weight, register_weight, weight_knobs
 
 __all__ = [
     "SHARD_POLICIES",
     "STEPS",
     "WEIGHTS",
+    "ArrivalCounts",
     "Choose",
     "Decision",
     "Drop",
@@ -17,7 +18,6 @@ __all__ = [
     "NormGuard",
     "NormHistory",
     "ShardView",
-    "Standing",
     "Weight",
     "inner_steps",
     "make_choice",

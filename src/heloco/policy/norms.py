@@ -142,8 +142,8 @@ class NormGuard:
         elements = max(1, sum(history.sizes))
         even = [usual[0], *(usual[0] * math.sqrt(size / elements) for size in history.sizes)]
         least = [max(pair) for pair in zip(usual, even, strict=True)]
-        own = history.of_worker(worker)
-        return [self.limit * max(x, min(y, self.limit * x)) for x, y in zip(least, own, strict=True)]
+        worker_usual = history.medians_of(worker)
+        return [self.limit * max(x, min(y, self.limit * x)) for x, y in zip(least, worker_usual, strict=True)]
 
 
 def make_guard(limit: "float | Literal['off']", policy: Literal["clip", "refuse"]) -> NormGuard:
@@ -170,7 +170,7 @@ class NormHistory:
             return None
         return [_median_of_positive(column, statistics.median_low) for column in zip(*medians, strict=True)]
 
-    def of_worker(self, worker: int) -> list[float]:
+    def medians_of(self, worker: int) -> list[float]:
         return self._medians[worker]
 
     def remember(self, worker: int, norms: list[float]) -> None:
@@ -184,8 +184,8 @@ class NormHistory:
 
     def load(self, rows: Sequence[Sequence[Sequence[float]]]) -> None:
         """Into a history that is new."""
-        for worker, of_worker in enumerate(rows):
-            for norms in of_worker:
+        for worker, worker_rows in enumerate(rows):
+            for norms in worker_rows:
                 self.remember(worker, list(norms))
 
 

@@ -10,7 +10,7 @@ from heloco.knobs import Knob, knobs_of_signature
 from heloco.registry import Registry
 
 
-class Standing(NamedTuple):
+class ArrivalCounts(NamedTuple):
     """What a weight may depend on: the arriving worker's staleness τ and its part in the run so far, this arrival included."""
 
     staleness: int
@@ -25,23 +25,25 @@ class Standing(NamedTuple):
 
 
 class Weight(Protocol):
-    def __call__(self, standing: Standing) -> float: ...
+    """A function from the counts of an arrival to ρ, its weight."""
+
+    def __call__(self, counts: ArrivalCounts) -> float: ...
 
 
 @dataclass(frozen=True)
 class Base:
     """ρ = √K/K, as in Liu et al. and the paper's asynchronous runs."""
 
-    def __call__(self, standing: Standing) -> float:
-        return 1 / math.sqrt(standing.workers)
+    def __call__(self, counts: ArrivalCounts) -> float:
+        return 1 / math.sqrt(counts.workers)
 
 
 @dataclass(frozen=True)
 class Average:
     """ρ = 1/K: the plain mean of synchronous DiLoCo."""
 
-    def __call__(self, standing: Standing) -> float:
-        return 1 / standing.workers
+    def __call__(self, counts: ArrivalCounts) -> float:
+        return 1 / counts.workers
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Constant:
     def __post_init__(self) -> None:
         _finite("weight_value", self.value)
 
-    def __call__(self, standing: Standing) -> float:  # noqa: ARG002
+    def __call__(self, counts: ArrivalCounts) -> float:  # noqa: ARG002
         return self.value
 
 
@@ -66,8 +68,8 @@ class Polynomial:
     def __post_init__(self) -> None:
         _finite("weight_exponent", self.exponent)
 
-    def __call__(self, standing: Standing) -> float:
-        return math.pow(1 + standing.staleness, -self.exponent) / math.sqrt(standing.workers)
+    def __call__(self, counts: ArrivalCounts) -> float:
+        return math.pow(1 + counts.staleness, -self.exponent) / math.sqrt(counts.workers)
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,9 @@ class Share:
         if self.floor > self.ceiling:
             raise UserError(f"weight_floor {self.floor:g} is above weight_ceiling {self.ceiling:g}: swap them.")
 
-    def __call__(self, standing: Standing) -> float:
-        compensation = standing.arrivals / (standing.workers * standing.worker_arrivals)
-        return min(max(compensation, self.floor), self.ceiling) / math.sqrt(standing.workers)
+    def __call__(self, counts: ArrivalCounts) -> float:
+        compensation = counts.arrivals / (counts.workers * counts.worker_arrivals)
+        return min(max(compensation, self.floor), self.ceiling) / math.sqrt(counts.workers)
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,12 @@ class Annealed:
         if not 0 <= self.correlation <= 1:
             raise UserError(f"weight_correlation is {self.correlation!r}: give a number from 0 to 1.")
 
-    def __call__(self, standing: Standing) -> float:
-        k = self.rounds_to_see_all(standing)
-        return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(standing.arrivals)))
+    def __call__(self, counts: ArrivalCounts) -> float:
+        k = self.rounds_to_see_all(counts)
+        return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(counts.arrivals)))
 
-    def rounds_to_see_all(self, standing: Standing) -> int:
-        return max(standing.workers, standing.shards) if self.correlation and self.length else standing.workers
+    def rounds_to_see_all(self, counts: ArrivalCounts) -> int:
+        return max(counts.workers, counts.shards) if self.correlation and self.length else counts.workers
 
     def cosine(self, arrivals: int) -> float:
         """c after this many arrivals."""
@@ -135,12 +137,12 @@ class Discounted(Annealed):
     flexible shards: with fixed shards the data of slow workers would be neglected.
     """
 
-    def __call__(self, standing: Standing) -> float:
-        workers, k = standing.workers, self.rounds_to_see_all(standing)
+    def __call__(self, counts: ArrivalCounts) -> float:
+        workers, k = counts.workers, self.rounds_to_see_all(counts)
         # as if each had arrived once before: no jumps at first
-        n = (standing.arrivals + workers) / (standing.worker_arrivals + 1)
-        w = min((1 / standing.step_share if standing.step_share else n) * (k / workers), k)
-        return min(1.0, workers / n) / math.sqrt(w + (k * k - w) * self.cosine(standing.arrivals))
+        n = (counts.arrivals + workers) / (counts.worker_arrivals + 1)
+        w = min((1 / counts.step_share if counts.step_share else n) * (k / workers), k)
+        return min(1.0, workers / n) / math.sqrt(w + (k * k - w) * self.cosine(counts.arrivals))
 
 
 def _finite(name: str, value: float) -> None:
@@ -164,14 +166,14 @@ class _OwnWeight:
 
     def __init__(self, name: str, weight: Any) -> None:
         if not callable(weight):
-            raise UserError(f"The arrival weight {name!r} is {weight!r}: give a function (standing) -> ρ.")
+            raise UserError(f"The arrival weight {name!r} is {weight!r}: give a function (counts) -> ρ.")
         self.name, self.weight = name, weight
 
     def __call__(self, **options: Any) -> Weight:
         weight = self.weight(**options) if isinstance(self.weight, type) else self.weight
 
-        def checked(standing: Standing) -> float:
-            rho = weight(standing)
+        def checked(counts: ArrivalCounts) -> float:
+            rho = weight(counts)
             if not isinstance(rho, int | float) or not 0 <= rho < math.inf:
                 raise UserError(f"The arrival weight {self.name!r} gave {rho!r}: it must give a finite number ≥ 0.")
             return float(rho)
@@ -183,11 +185,11 @@ WEIGHTS: Registry[Callable[..., Weight]] = Registry("arrival weight", "heloco.we
 
 
 def register_weight(name: str, weight: Any) -> None:
-    """Adds an arrival weight of your own to this process: a function (standing) -> ρ, or a class of such functions.
+    """Adds an arrival weight of your own to this process: a function (counts) -> ρ, or a class of such functions.
 
-        heloco.register_weight("halved", lambda standing: 0.5 / standing.workers)
+        heloco.register_weight("halved", lambda counts: 0.5 / counts.workers)
 
-    `standing` is a `heloco.policy.Standing`. The options of a class, its parameters with defaults, are settings and flags:
+    `counts` is a `heloco.policy.ArrivalCounts`. The options of a class, its parameters with defaults, are settings and flags:
     `weight_NAME`. One called `length` gets the number of arrivals of the run. Installed packages: entry point group
     `heloco.weights`. See docs/extend.md.
     """

@@ -27,10 +27,10 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
     return [table_at(runs, "units", units), table_at(runs, "time_s", time_s)]
 
 
-def table_at(runs: Sequence[Run], budget: Budget, most: float | None = None) -> TableData:
+def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) -> TableData:
     """Each run by its last evaluation within the budget: nothing is interpolated."""
     reached = [getattr(run.evals[-1], budget) for run in runs]
-    limit = min(reached) if most is None else most
+    limit = min(reached) if limit is None else limit
     unit = runs[0].facts.unit if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
     records = [_last_within(run, budget, limit) for run in runs]
     measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records)]

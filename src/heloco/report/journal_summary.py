@@ -45,6 +45,8 @@ class JournalTail:
 
 @dataclass
 class PauseSpan:
+    """A time in which the run handed out no rounds, and why."""
+
     start_s: float
     kind: PauseKind
     reason: str
@@ -54,6 +56,8 @@ class PauseSpan:
 
 @dataclass
 class Parting:
+    """How and when a machine left the run."""
+
     kind: str
     time_s: float
     reason: str

@@ -206,9 +206,9 @@ def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]
     from heloco.uvicorn_internals import EndingServer
 
     page = Page(lambda: runs)
-    own = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
+    app = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
 
     listening = listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    began(f"http://{shown}:{listening.getsockname()[1]}")
-    EndingServer(uvicorn.Config(own, log_level="warning", timeout_graceful_shutdown=1), page.end).run(sockets=[listening])
+    url_host = f"[{host}]" if ":" in host else host
+    began(f"http://{url_host}:{listening.getsockname()[1]}")
+    EndingServer(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), page.end).run(sockets=[listening])

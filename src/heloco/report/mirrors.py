@@ -18,6 +18,8 @@ Numbers = dict[str, float]
 
 
 class Mirror(Protocol):
+    """A tool for tracking experiments that gets the numbers of a run."""
+
     def log(self, numbers: Numbers, step: int) -> None: ...
     def close(self) -> None: ...
 

@@ -53,9 +53,9 @@ def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> lis
     return [Cell(text, tone="best" if text == best else "") for text in texts]
 
 
-def paces_in_words(paces: Sequence[float], most: int = 8) -> str:
+def paces_in_words(paces: Sequence[float], limit: int = 8) -> str:
     texts = [f"{pace:g}" for pace in paces]
-    return ", ".join(texts) if len(texts) <= most else f"{len(texts)} from {min(paces):g} to {max(paces):g}"
+    return ", ".join(texts) if len(texts) <= limit else f"{len(texts)} from {min(paces):g} to {max(paces):g}"
 
 
 def settings_table(runs: Sequence[Run]) -> TableData:
@@ -64,7 +64,7 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     names = list(dict.fromkeys(name for settings in columns for name in settings))
     differing = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
     rows = [
-        [Cell(name), *(Cell(_shown(settings.get(name))) for settings in columns)]
+        [Cell(name), *(Cell(_setting_text(settings.get(name))) for settings in columns)]
         for name in (names if len(runs) == 1 else differing)
     ]
     if len(runs) == 1:
@@ -73,9 +73,13 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     return TableData("Settings that differ", ["setting", *(run.name for run in runs)], rows, caption)
 
 
-def _shown(value: Any) -> str:
+def _setting_text(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(_shown, value)) if len(value) <= 12 else f"{', '.join(map(_shown, value[:12]))}, … ({len(value)})"
+        return (
+            ", ".join(map(_setting_text, value))
+            if len(value) <= 12
+            else f"{', '.join(map(_setting_text, value[:12]))}, … ({len(value)})"
+        )
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

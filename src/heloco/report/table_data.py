@@ -8,6 +8,8 @@ Tone = Literal["", "best", "worst", "good", "bad"]
 
 @dataclass
 class Cell:
+    """A cell of a table: its text, and how it is emphasised."""
+
     text: str
     note: str = ""
     """Small print under it: the paper's number, for one."""
@@ -16,6 +18,8 @@ class Cell:
 
 @dataclass
 class TableData:
+    """A table with a title and a caption. Every row has as many cells as the header."""
+
     title: str
     header: list[str]
     rows: list[list[Cell]]

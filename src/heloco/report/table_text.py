@@ -40,11 +40,11 @@ def as_markdown(table: TableData) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 
-    def shown(cell: Cell) -> str:
+    def cell_text(cell: Cell) -> str:
         text = f"**{cell.text}**" if cell.tone == "best" else cell.text
         return f"{text} ({cell.note})" if cell.note else text
 
-    lines = [line(table.header), line(["---"] * len(table.header)), *(line([shown(c) for c in row]) for row in table.rows)]
+    lines = [line(table.header), line(["---"] * len(table.header)), *(line([cell_text(c) for c in row]) for row in table.rows)]
     return "\n".join([f"## {table.title}", "", *lines, *(["", table.caption] if table.caption else [])])
 
 

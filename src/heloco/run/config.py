@@ -18,6 +18,8 @@ from heloco.task.gpt import GPTConfig, preset
 
 @dataclass(frozen=True, kw_only=True)
 class InputConfig:
+    """What is trained, and on which data."""
+
     task: str = "language"
     """What is trained: a language model on text, an image classifier on shapes drawn by code, whatever machines bring
     (external), or a task of your own by its name."""
@@ -39,6 +41,8 @@ class InputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
+    """The model of a language task."""
+
     preset: str = "1m"
     """The TinyGPT size: 1m, 5m, paper, 30m, 60m, 124m."""
     width: int = 0
@@ -60,6 +64,8 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundsConfig:
+    """The workers: how fast each one is, how long a round is, and which data it gets."""
+
     paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 2.0, 3.0, 6.0])
     """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
     workers: int = 0
@@ -76,6 +82,8 @@ class RoundsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OuterConfig:
+    """How contributions are applied: the outer method with its knobs, the arrival weight, dropping, and the norm guard."""
+
     method: str = "heloco-ramp"
     """The outer method; `heloco methods` lists them with their knobs."""
     knobs: dict[str, object] = field(default_factory=dict)
@@ -105,6 +113,8 @@ class OuterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
+    """How long a run is, what it records, and where it is computed."""
+
     arrivals: int = 120
     """How many contributions the run takes in."""
     seed: int = 0
@@ -144,6 +154,8 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
+    """All settings of a run, in sections. `resolve` checks it and fills in what was left to a method or a preset."""
+
     input: InputConfig = field(default_factory=InputConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -153,6 +165,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def digest(self) -> str:
+        """Identifies everything that decides the result of the run. The settings of [cluster] are not part of it."""
         sections = {section: values for section, values in by_section(self).items() if section != "cluster"}
         unused = unused_settings(self)
         deciding = {
@@ -228,9 +241,9 @@ def weight_options(config: OuterConfig) -> Settings:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     knobs = weight_knobs(weight)
-    given = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
-    given |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
-    options = {name.removeprefix("weight_"): value for name, value in given.items()}
+    settings = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
+    settings |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    options = {name.removeprefix("weight_"): value for name, value in settings.items()}
     for name in options:
         if name not in knobs:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
@@ -274,17 +287,17 @@ def resolve(config: RunConfig) -> RunConfig:
 
 
 def _resolve_outer(config: OuterConfig, workers: int) -> OuterConfig:
-    method, given = get_method(config.method), outer_knobs(config)
+    method, chosen_knobs = get_method(config.method), outer_knobs(config)
     Drop(config.drop, config.drop_above)
     make_guard(config.norm_limit, config.norm_policy)
     weight_options(config)
-    method.check(given)
-    knobs = {**method.knobs(), **given}
-    if "delay" in knobs and "delay" not in given:
+    method.check(chosen_knobs)
+    knobs = {**method.knobs(), **chosen_knobs}
+    if "delay" in knobs and "delay" not in chosen_knobs:
         knobs["delay"] = workers
-    of_weight = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
-    of_rule = {knob_setting(name): value for name, value in knobs.items()}
-    return replace(config, weight=config.weight or method.weight, knobs={**of_rule, **of_weight})
+    weight_settings = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
+    rule_settings = {knob_setting(name): value for name, value in knobs.items()}
+    return replace(config, weight=config.weight or method.weight, knobs={**rule_settings, **weight_settings})
 
 
 def _check_cluster(config: ClusterConfig) -> None:

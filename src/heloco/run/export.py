@@ -16,6 +16,7 @@ from heloco.run.config import gpt_config
 from heloco.run.folder import RunFolder
 from heloco.task.gpt2_form import as_gpt2
 from heloco.task.hf import open_hf, save, transformers
+from heloco.wire.blocks import BUFFER, PARAMETER, block_name
 
 FORMATS = ("safetensors", "hf")
 
@@ -42,10 +43,10 @@ def export_model(folder: RunFolder, out: Path) -> int:
 
 def _name_tensors(facts: RunFacts, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
     """A checkpoint's outer parameters and buffers by the model's names for them, and the number of parameters."""
-    named_tensors = {block.name: tensors[f"parameter.{i}"] for i, block in enumerate(facts.blocks)}
+    named_tensors = {block.name: tensors[block_name(PARAMETER, i)] for i, block in enumerate(facts.blocks)}
     count = sum(t.numel() for t in named_tensors.values())
     named_tensors |= {alias: named_tensors[name].clone() for alias, name in facts.tied.items()}
-    named_tensors |= {name: tensors[f"buffer.{i}"] for i, name in enumerate(facts.buffers)}
+    named_tensors |= {name: tensors[block_name(BUFFER, i)] for i, name in enumerate(facts.buffers)}
     return named_tensors, count
 
 

@@ -39,8 +39,8 @@ def knob_settings() -> dict[str, Knob]:
     """The knobs of all rules, and the options of arrival weights that no field has, by the names of their settings."""
     knobs = {knob_setting(name): knob for method in METHODS.values() for name, knob in method.rule.knobs.items()}
     for weight in WEIGHTS:
-        of_weight = {f"weight_{name}": knob for name, knob in weight_knobs(weight).items() if name != "length"}
-        knobs |= {name: knob for name, knob in of_weight.items() if name not in FIELDS}
+        weight_settings = {f"weight_{name}": knob for name, knob in weight_knobs(weight).items() if name != "length"}
+        knobs |= {name: knob for name, knob in weight_settings.items() if name not in FIELDS}
     return knobs
 
 
@@ -112,16 +112,16 @@ def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_ta
             if name in NAMED and name not in overridden and value not in named_choices(name):
                 NAMED[name].find(str(value))  # says what is missing, before its knobs are unknown
             if sections.get(name) != section:
-                settings = [each for each, of_setting in sections.items() if of_setting == section]
+                settings = [each for each, setting_section in sections.items() if setting_section == section]
                 raise UserError(f"{path}: [{section}] has no setting {name!r}; {nearest(name, settings)}")
             values[name] = value
     return without_derived(values, overridden) if is_effective else values
 
 
-def without_derived(values: Settings, given: Collection[str]) -> Settings:
+def without_derived(values: Settings, chosen_names: Collection[str]) -> Settings:
     """The values that are not derived from something that was given."""
-    stale = {derived for name in given for derived in DERIVED.get(name, ())}
-    stale |= knob_settings().keys() if "method" in given else set()
+    stale = {derived for name in chosen_names for derived in DERIVED.get(name, ())}
+    stale |= knob_settings().keys() if "method" in chosen_names else set()
     return {name: value for name, value in values.items() if name not in stale}
 
 

@@ -31,8 +31,8 @@ class Budget:
 
     def losses(self, row: str, method: str, at_time: bool = False) -> list[float | None]:
         """One per seed of the row; None where the run diverged or the study has none."""
-        shown = [self.results.shown.get((row, method, seed)) for seed in self.results.seeds_of(row)]
-        return [None if one is None else one.loss_at(self.times_s[row]) if at_time else one.final() for one in shown]
+        runs = [self.results.runs.get((row, method, seed)) for seed in self.results.seeds_of(row)]
+        return [None if one is None else one.loss_at(self.times_s[row]) if at_time else one.final() for one in runs]
 
     def mean_losses(self, method: str, at_time: bool = False) -> list[float | None]:
         """For each seed that all rows have, the mean over the rows; None where one of them has none."""
@@ -227,4 +227,4 @@ def budget_summary(results: Results, spec: TableSpec) -> dict[str, Any]:
 def losses_at_row_times(results: Results) -> dict[tuple[str, str, int], dict[str, float | None]]:
     """For each (row, method, seed): the row's T, and the loss then."""
     times = {row: results.time_of(row) for row in results.rows}
-    return {name: {"T": times[name[0]], "loss at T": shown.loss_at(times[name[0]])} for name, shown in results.shown.items()}
+    return {name: {"T": times[name[0]], "loss at T": run.loss_at(times[name[0]])} for name, run in results.runs.items()}

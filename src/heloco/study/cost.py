@@ -5,24 +5,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from heloco.engine.build import build_parts
-from heloco.engine.fleet import Planned
+from heloco.engine.fleet import PlannedRun
 from heloco.study.grid import total_steps
 
 MEASURED_STEPS = 3
 
 
-def hours_here(runs: Sequence[Planned], device: str) -> float:
+def hours_here(runs: Sequence[PlannedRun], device: str) -> float:
     """Hours for these runs one inner step after the other, from a few steps of the first of each model."""
-    seconds, of_model = 0.0, dict[str, float]()
+    seconds, step_seconds = 0.0, dict[str, float]()
     for run in runs:
         model = repr((run.config.model, run.config.inner.windows_per_step))
-        if model not in of_model:
-            of_model[model] = seconds_per_step(run, device)
-        seconds += of_model[model] * total_steps(run.config)
+        if model not in step_seconds:
+            step_seconds[model] = seconds_per_step(run, device)
+        seconds += step_seconds[model] * total_steps(run.config)
     return seconds / 3600
 
 
-def seconds_per_step(run: Planned, device: str) -> float:
+def seconds_per_step(run: PlannedRun, device: str) -> float:
     config = replace(
         run.config,
         rounds=replace(run.config.rounds, inner_steps=MEASURED_STEPS, steps="constant"),

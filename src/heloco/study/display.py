@@ -15,7 +15,7 @@ from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import load_study, names
 
 
-class Watching(AbstractContextManager["Watching"]):
+class StudyDisplay(AbstractContextManager["StudyDisplay"]):
     """How far the whole study is: a bar on a terminal, a line per finished run elsewhere."""
 
     def __init__(self, runs: int, finished: int, console: Console) -> None:
@@ -26,7 +26,7 @@ class Watching(AbstractContextManager["Watching"]):
         self._bar = Progress(*columns, console=console, expand=True) if console.is_terminal else None
         self._task = self._bar.add_task("") if self._bar else None
 
-    def __enter__(self) -> "Watching":
+    def __enter__(self) -> "StudyDisplay":
         (self._bar or nullcontext()).__enter__()
         return self
 

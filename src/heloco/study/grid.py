@@ -65,10 +65,10 @@ def grid(
     if not pairs:
         raise UserError(f"{study.name} pairs none of these rows with any of these methods: leave out --rows or --methods.")
     places = [_place(study, scale, row, method, settings or {}) for row, method in pairs]
-    most = seeds or max(row.seeds for row, _ in pairs)
+    most_seeds = seeds or max(row.seeds for row, _ in pairs)
     return [
         replace(place, seed=seed, config=replace(place.config, run=replace(place.config.run, seed=seed)))
-        for seed in range(study.first_seed, study.first_seed + most)
+        for seed in range(study.first_seed, study.first_seed + most_seeds)
         for place in places
         if seed < study.first_seed + (seeds or study.rows[place.row].seeds)
     ]

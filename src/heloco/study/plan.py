@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 
 from heloco.engine.build import build_task as build_task_of
-from heloco.engine.fleet import Planned, run_fleet
+from heloco.engine.fleet import PlannedRun, run_fleet
 from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.run import RunConfig
@@ -23,12 +23,14 @@ BuildTask = Callable[[RunConfig], tuple[Task, RunConfig]]
 
 @dataclass(frozen=True)
 class Plan:
+    """The runs that a study needs, and the places of its grid that each of them fills."""
+
     study: Study
     scale: str
     places: list[Place]
     digests: list[str]
     """Of each place's run. Places with one digest share the run."""
-    runs: dict[str, Planned]
+    runs: dict[str, PlannedRun]
     """By digest, the first seed's first."""
 
     @property
@@ -39,7 +41,7 @@ class Plan:
     def places_of(self, name: str) -> list[Place]:
         return [place for place, digest in zip(self.places, self.digests, strict=True) if digest == name]
 
-    def missing(self, store: RunStore) -> list[Planned]:
+    def missing(self, store: RunStore) -> list[PlannedRun]:
         return [run for name, run in self.runs.items() if store.read(name) is None]
 
     def results(self, store: RunStore) -> Results:
@@ -61,14 +63,14 @@ def make_plan(
 ) -> Plan:
     """The study's grid, or the part of it with these rows and methods, over `settings` such as data and tokenizer."""
     tasks = Tasks(build_task)
-    places, digests, runs = [], [], dict[str, Planned]()
+    places, digests, runs = [], [], dict[str, PlannedRun]()
     for place in grid(study, scale=scale, seeds=seeds, rows=rows, methods=methods, settings=settings):
         task, config = tasks.build_once(place.config)
         _check_sources(study, place, task)
         name = digest(config, task.digest)
         places.append(replace(place, config=config))
         digests.append(name)
-        runs.setdefault(name, Planned(name, task, config))
+        runs.setdefault(name, PlannedRun(name, task, config))
     return Plan(study, scale, places, digests, runs)
 
 

@@ -36,7 +36,7 @@ def stat(values: Iterable[float | None]) -> Stat | None:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PlacedRun:
     """A place and the run that fills it, on the row's own clock."""
 
     place: Place
@@ -76,49 +76,49 @@ class Shown:
 
 
 class Results:
+    """The runs of a study by row, method and seed, with the statistics that tables and figures show."""
+
     def __init__(self, study: Study, scale: str, filled: Sequence[tuple[Place, RunRecord]]) -> None:
         self.study = study
         self.scale = scale
-        self.shown = {place.name: Shown(place, record) for place, record in filled}
-        self.rows = [row for row in study.rows if any(name[0] == row for name in self.shown)]
-        self.methods = [method for method in study.methods if any(name[1] == method for name in self.shown)]
-        self.seeds = sorted({seed for _, _, seed in self.shown})
-        first = next(iter(self.shown.values()))
+        self.runs = {place.name: PlacedRun(place, record) for place, record in filled}
+        self.rows = [row for row in study.rows if any(name[0] == row for name in self.runs)]
+        self.methods = [method for method in study.methods if any(name[1] == method for name in self.runs)]
+        self.seeds = sorted({seed for _, _, seed in self.runs})
+        first = next(iter(self.runs.values()))
         self.sources = list(first.record.evals.sources)
         self.measures = list(first.record.evals.sources[self.sources[0]])
-        self.digests = sorted({shown.record.digest for shown in self.shown.values()})
+        self.digests = sorted({run.record.digest for run in self.runs.values()})
 
     def seeds_of(self, row: str) -> list[int]:
-        return sorted({seed for at_row, _, seed in self.shown if at_row == row})
+        return sorted({seed for at_row, _, seed in self.runs if at_row == row})
 
     def time_of(self, row: str) -> float:
         """T of a row: the virtual time when the last of its asynchronous runs ends."""
-        ends = [
-            shown.time_s for name, shown in self.shown.items() if name[0] == row and shown.record.finished and not shown.waits
-        ]
+        ends = [run.time_s for name, run in self.runs.items() if name[0] == row and run.record.finished and not run.waits]
         return max(ends) if ends else row_time(self.study, self.scale, row)
 
-    def at(self, row: str, method: str) -> list[Shown]:
+    def at(self, row: str, method: str) -> list[PlacedRun]:
         """The runs of a place of the table, one per seed; none where the study does not pair the two."""
-        return [self.shown[row, method, seed] for seed in self.seeds if (row, method, seed) in self.shown]
+        return [self.runs[row, method, seed] for seed in self.seeds if (row, method, seed) in self.runs]
 
     def final(self, row: str, method: str, source: str = "", measure: str = "loss") -> Stat | None:
-        return stat(shown.final(source, measure) for shown in self.at(row, method))
+        return stat(run.final(source, measure) for run in self.at(row, method))
 
     def diverged(self, row: str, method: str) -> bool:
         """Whether there are runs, and all of them diverged."""
         runs = self.at(row, method)
-        return bool(runs) and not any(shown.record.finished for shown in runs)
+        return bool(runs) and not any(run.record.finished for run in runs)
 
     def waits(self, method: str) -> bool:
         """Whether the method has a barrier."""
-        return any(name[1] == method and shown.waits for name, shown in self.shown.items())
+        return any(name[1] == method and run.waits for name, run in self.runs.items())
 
     def note_on_seeds(self) -> str:
-        fewest, most = (pick(len(self.seeds_of(row)) for row in self.rows) for pick in (min, max))
-        if most == 1:
+        minimum, maximum = (pick(len(self.seeds_of(row)) for row in self.rows) for pick in (min, max))
+        if maximum == 1:
             return "One seed: differences under about 1 % may be noise."
-        count = f"{most}" if fewest == most else f"{fewest} to {most}"
+        count = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
         return f"Mean ± sample standard deviation over n = {count} seeds."
 
     def records(self) -> list[dict[str, Any]]:
@@ -128,21 +128,21 @@ class Results:
                 "row": row,
                 "method": method,
                 "seed": seed,
-                "run": shown.record.digest,
-                "verdict": shown.record.verdict,
-                "loss": shown.final(),
-                "time_s": shown.time_s,
-                **{f"{m} by source": {s: shown.final(s, m) for s in self.sources} for m in self.measures},
-                "arrivals": shown.record.arrivals,
-                "mean_staleness": shown.record.mean_staleness,
-                "cases": shown.record.cases,
+                "run": run.record.digest,
+                "verdict": run.record.verdict,
+                "loss": run.final(),
+                "time_s": run.time_s,
+                **{f"{m} by source": {s: run.final(s, m) for s in self.sources} for m in self.measures},
+                "arrivals": run.record.arrivals,
+                "mean_staleness": run.record.mean_staleness,
+                "cases": run.record.cases,
             }
-            for (row, method, seed), shown in self.shown.items()
+            for (row, method, seed), run in self.runs.items()
         ]
 
     def summary(self) -> list[dict[str, Any]]:
         """One record per (row, method): the final mean loss over seeds."""
-        pairs = dict.fromkeys((row, method) for row, method, _ in self.shown)
+        pairs = dict.fromkeys((row, method) for row, method, _ in self.runs)
         return [{"row": row, "method": method, "loss": plain(self.final(row, method))} for row, method in pairs]
 
 

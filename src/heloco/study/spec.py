@@ -52,6 +52,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
+    """A table of a study, as its TOML file describes it."""
+
     kind: Literal["losses", "sources", "budget", "order"]
     """Final losses, rows × methods; final measures per source; the paper's Table 1; the order of the methods in each row."""
     title: str
@@ -72,6 +74,8 @@ class TableSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FigureSpec:
+    """A figure of a study, as its TOML file describes it."""
+
     name: str
     title: str
     caption: str = ""
@@ -88,6 +92,8 @@ class FigureSpec:
 
 @dataclass(frozen=True)
 class Study:
+    """A study as read from its TOML file; the module says what each field means."""
+
     name: str
     title: str
     about: str

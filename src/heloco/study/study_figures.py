@@ -5,7 +5,7 @@ from itertools import product
 
 from heloco.errors import UserError
 from heloco.report.charts.figures import Figure, Line, Panel, staleness_colour
-from heloco.study.results import Results, Shown, stat
+from heloco.study.results import PlacedRun, Results, stat
 from heloco.study.spec import Axis, FigureSpec
 
 X_LABELS = {"inner_steps": "inner steps", "time_s": "virtual time in s"}
@@ -50,8 +50,8 @@ def _line(results: Results, spec: FigureSpec, along: Mapping[str, list[str]], at
     if not runs:
         return None
     # a run that diverged is cut short, so only as many evaluations as all seeds have
-    length = min(len(shown.record.evals.arrival) for shown in runs)
-    points = [stat(values) for values in zip(*(shown.values(source)[:length] for shown in runs), strict=True)]
+    length = min(len(run.record.evals.arrival) for run in runs)
+    points = [stat(values) for values in zip(*(run.values(source)[:length] for run in runs), strict=True)]
     first = runs[0]
     return Line(
         {"rows": row, "methods": method, "sources": source}[spec.lines],
@@ -63,5 +63,5 @@ def _line(results: Results, spec: FigureSpec, along: Mapping[str, list[str]], at
     )
 
 
-def _x(shown: Shown, spec: FigureSpec) -> list[float]:
-    return [float(x) for x in shown.record.evals.inner_steps] if spec.x == "inner_steps" else shown.times_s
+def _x(run: PlacedRun, spec: FigureSpec) -> list[float]:
+    return [float(x) for x in run.record.evals.inner_steps] if spec.x == "inner_steps" else run.times_s

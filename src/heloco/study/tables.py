@@ -91,5 +91,5 @@ def _source_cell(results: Results, row: str, method: str, source: str, measure: 
         return Cell("diverged" if results.diverged(row, method) else "–")
     keys = ("source", source, method) if source else ("loss", method)
     paper = results.study.paper_number(row, *keys) if measure == "loss" else None
-    of_row = [results.final(row, other, source, measure) for other in results.methods]
-    return Cell(value.text(), "" if paper is None else f"paper {paper:.2f}", _tone(value, of_row))
+    row_values = [results.final(row, other, source, measure) for other in results.methods]
+    return Cell(value.text(), "" if paper is None else f"paper {paper:.2f}", _tone(value, row_values))

@@ -28,7 +28,8 @@ class Task(Protocol):
     """A model, its data in shards, its loss and its evaluation. Knows nothing of workers, outer rules or time."""
 
     @property
-    def shards(self) -> Sequence[ShardInfo]: ...
+    def shards(self) -> Sequence[ShardInfo]:
+        """The parts of the training data, in a fixed order: `batch` gets their numbers."""
 
     @property
     def unit(self) -> str:
@@ -47,9 +48,11 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Mean loss of a batch that is on the model's device."""
 
-    def units(self, batch: Any) -> int: ...
+    def units(self, batch: Any) -> int:
+        """How many units a batch has, see `unit`."""
 
-    def evaluate(self, model: nn.Module) -> Scores: ...
+    def evaluate(self, model: nn.Module) -> Scores:
+        """Scores of a model on validation data, each with the measure `loss`. Leaves the model as it was."""
 
 
 BUILT_IN_TASKS = ("language", "images", "external")

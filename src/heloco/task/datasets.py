@@ -53,19 +53,24 @@ class DatasetTask:
         self._eval_batch_size = eval_batch_size
 
     def build_model(self) -> nn.Module:
+        """A copy of the model as it was given, with its initial parameters."""
         return copy.deepcopy(self._model)
 
     def batch(self, shard: int, positions: Positions) -> Any:
+        """The samples at these positions of a shard, collated. Each epoch has its own order, derived from the seed."""
         return self._collate([self._data[shard][int(i)] for i in self._orders[shard].locate(positions)])
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The user's loss of a batch."""
         return self._loss(model, batch)
 
     def units(self, batch: Any) -> int:
+        """The number of samples in a batch: the length of its first tensor."""
         return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Scores:
+        """What the user's `evaluate` returns, or the mean loss on each validation dataset. The model is in eval mode."""
         training = model.training
         model.eval()
         if self._evaluate is not None:

@@ -12,6 +12,8 @@ from heloco.task.attention import attend
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
+    """The sizes of a TinyGPT."""
+
     width: int
     layers: int
     heads: int
@@ -48,6 +50,8 @@ def preset(name: str, **changes: int | bool) -> GPTConfig:
 
 
 class Block(nn.Module):
+    """A transformer block: attention and a feed-forward layer, each after a LayerNorm and with a residual connection."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width = config.width
@@ -68,6 +72,8 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
+    """A small decoder-only transformer. Called with tokens, [batch, length], it returns logits."""
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config

@@ -56,8 +56,8 @@ class FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
         losses, level, mean = _losses(x, words, targets, mean=True)
-        own = F.embedding(targets + _firsts(words), words.flatten(0, 1))
-        context.save_for_backward(x, words, targets, level, mean.sub_(own))
+        target_words = F.embedding(targets + _firsts(words), words.flatten(0, 1))
+        context.save_for_backward(x, words, targets, level, mean.sub_(target_words))
         return losses
 
     @staticmethod

@@ -33,14 +33,14 @@ def losses_kernel(
     target = tl.load(targets + row, mask=token_mask, other=-1)
     top = tl.full([TOKENS], -1e30, tl.float32)
     sums = tl.zeros([TOKENS], tl.float32)
-    own = tl.zeros([TOKENS], tl.float32)
+    target_sum = tl.zeros([TOKENS], tl.float32)
     mean = tl.zeros([TOKENS, WIDTH], tl.float32)
     weight += slice_ * vocab * WIDTH
     for first in range(c * chunk, tl.minimum((c + 1) * chunk, vocab), WORDS):
         v = first + tl.arange(0, WORDS)
         w = tl.load(weight + v[:, None] * WIDTH + d[None, :], mask=(v < vocab)[:, None], other=0.0).to(tl.float16)
         logits = tl.where((v < vocab)[None, :], tl.dot(xs, tl.trans(w)), float("-inf"))
-        own += tl.sum(tl.where(v[None, :] == target[:, None], logits, 0.0), 1)
+        target_sum += tl.sum(tl.where(v[None, :] == target[:, None], logits, 0.0), 1)
         new = tl.maximum(top, tl.max(logits, 1))
         p = tl.exp(logits - new[:, None])
         shrink = tl.exp(top - new)
@@ -51,7 +51,7 @@ def losses_kernel(
     at = row * chunks + c
     tl.store(high + at, top, mask=token_mask)
     tl.store(total + at, sums, mask=token_mask)
-    tl.store(target_logit + at, own, mask=token_mask)
+    tl.store(target_logit + at, target_sum, mask=token_mask)
     if MEANS:
         tl.store(means + at[:, None] * WIDTH + d[None, :], mean * (1 / 16384.0), mask=token_mask[:, None])
 

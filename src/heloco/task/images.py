@@ -56,6 +56,8 @@ def _render(style: str, shapes: Images, draw: np.random.Generator) -> Images:
 
 
 class ShapesNet(nn.Sequential):
+    """A small convolutional network with BatchNorm."""
+
     def __init__(self, width: int = 16) -> None:
         super().__init__(
             nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(2),
@@ -65,6 +67,8 @@ class ShapesNet(nn.Sequential):
 
 
 class ImagesTask:
+    """Classifies shapes. Each shard holds images of one style, drawn from the seed."""
+
     unit = "images"
 
     def __init__(self, *, seed: int, images: int = 2000, val_images: int = 400) -> None:

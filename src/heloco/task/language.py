@@ -36,6 +36,8 @@ class Architecture(Protocol):
 
 
 class LanguageTask:
+    """Predicts the next token. The shards are parts of a prepared corpus, and the validation text is evaluated by source."""
+
     unit = "tokens"
 
     def __init__(
@@ -102,8 +104,8 @@ class LanguageTask:
             self._validation = self._validation.to(device)
         training = model.training
         model.eval()
-        of_windows = torch.cat([_window_losses(model, part) for part in torch.split(self._validation, self._at_once(model))])
-        by_source = torch.split(of_windows, self._validation_counts)
+        window_losses = torch.cat([_window_losses(model, part) for part in torch.split(self._validation, self._at_once(model))])
+        by_source = torch.split(window_losses, self._validation_counts)
         nats = torch.stack([losses.mean() for losses in by_source]).tolist()
         model.train(training)
         scores: Scores = {}

@@ -1,18 +1,30 @@
-"""The names under which a model's blocks travel. They are spelled here and nowhere else.
+"""The names under which a model's blocks travel and are stored. They are spelled here and nowhere else, so every room may
+import this module, and it imports none of them.
 
 start          parameter.0, parameter.1, …, buffer.0, …         the tensors that a round begins with
 contribution   pseudo_gradient.0, …, buffer.0, …                the tensors that a machine sends back
+checkpoint     parameter.0, …, buffer.0, …                      the outer model
+               outer.0.momentum_buffer, …                       what the outer rule keeps of block 0
+               gathered.0, …, gathered_buffer.0, …              what waits at the barrier
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 PARAMETER, BUFFER, PSEUDO_GRADIENT = "parameter", "buffer", "pseudo_gradient"
+GATHERED, GATHERED_BUFFER, OUTER_STATE = "gathered", "gathered_buffer", "outer"
 
 
 def block_name(kind: str, index: int) -> str:
     return f"{kind}.{index}"
+
+
+def parse_block_name(name: str) -> tuple[str, int]:
+    """(kind, index)"""
+    kind, _, index = name.partition(".")
+    return kind, int(index)
 
 
 def name_blocks(kind: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
@@ -32,8 +44,28 @@ def blocks_of(kind: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors[block_name(kind, index)] for index in range(count_blocks(kind, tensors))]
 
 
+def is_of_kind(kind: str, name: str) -> bool:
+    return name.startswith(f"{kind}.")
+
+
 def count_blocks(kind: str, names: Iterable[str]) -> int:
-    return sum(name.startswith(f"{kind}.") for name in names)
+    return sum(is_of_kind(kind, name) for name in names)
+
+
+def name_outer_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors among what the outer rule keeps, from one mapping per block."""
+    each = ((index, name, value) for index, state in enumerate(states) for name, value in state.items())
+    return {f"{OUTER_STATE}.{index}.{name}": value for index, name, value in each if isinstance(value, Tensor)}
+
+
+def outer_states_of(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """The inverse: a block's index -> what the outer rule keeps of it."""
+    states: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        if is_of_kind(OUTER_STATE, key):
+            _, index, name = key.split(".", 2)
+            states.setdefault(int(index), {})[name] = tensor
+    return states
 
 
 def is_numbered(names: Sequence[str]) -> bool:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from heloco.disk import write_all
 from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
+from heloco.wire.blocks import PARAMETER, is_of_kind
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64",
@@ -109,7 +110,7 @@ class Layout:
     def untrainable(self) -> str:
         """A sentence about the first parameter whose dtype no outer rule can train; empty if there is none."""
         for name, dtype, _ in self.entries:
-            if name.startswith("parameter.") and _BY_NAME[dtype] not in TRAINABLE:
+            if is_of_kind(PARAMETER, name) and _BY_NAME[dtype] not in TRAINABLE:
                 return f"{name} is {_BY_NAME[dtype]}: {CAN_BE_TRAINED}"
         return ""
 

@@ -36,16 +36,19 @@ class HeLoCoCallback(TrainerCallback):
         }  # fmt: skip
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Joins the run with the Trainer's model and optimizer."""
         self.leave()  # an earlier training may have been interrupted
         joined = join(self._address, kwargs["model"], kwargs["optimizer"], stop_at_end=False, **self._options)
         self.joined = joined.__enter__()
         atexit.register(self.leave)  # an interrupted Trainer does not call on_train_end
 
     def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Reports the samples of the step that follows."""
         if self.joined is not None:
             self.joined.report(samples=args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Stops the training if the run has ended."""
         if self.joined is not None and self.joined.ended:
             control.should_training_stop = True
 
@@ -57,10 +60,12 @@ class HeLoCoCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,  # noqa: ARG002
     ) -> None:
+        """Reports the loss that the Trainer logs."""
         if self.joined is not None and logs and "loss" in logs:
             self.joined.report(float(logs["loss"]))
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leaves the run."""
         self.leave()
 
     def leave(self) -> None:

@@ -5,8 +5,7 @@
             loss(model, batch).backward(); optimizer.step(); optimizer.zero_grad()
 
 The hook counts the optimizer's steps. After the number of steps that the synchronizer asked for, it sends the pseudo-gradient,
-waits for the acknowledgement, and loads the next start into the model in place. All of this happens inside `optimizer.step()`, in
-the loop's own thread.
+waits for the acknowledgement, and loads the next start into the model in place. All of this happens inside `optimizer.step()`.
 """
 
 import contextlib
@@ -44,9 +43,8 @@ CONNECT_TIMEOUT_S = 60.0
 
 
 class RunOver(BaseException):
-    """Leaves the loop when the run has ended. The `with heloco.join(…)` block catches it.
-
-    It is not an `Exception`, so that a loop that catches the errors of single batches does not catch it."""
+    """Leaves the loop when the run has ended. The `with heloco.join(…)` block catches it. It is not an `Exception`, so that a
+    loop that catches the errors of single batches does not catch it."""
 
     def __init__(self, joined: "JoinedLoop") -> None:
         super().__init__("The run has ended: this leaves the block `with heloco.join(…)`.")
@@ -55,6 +53,8 @@ class RunOver(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
+    """The options of `heloco.join`, which describes them."""
+
     token: str | None = None
     name: str | None = None
     reset_optimizer: bool = False
@@ -145,10 +145,12 @@ class JoinedLoop:
 
     @property
     def workers(self) -> int:
+        """How many workers the run has; 1 if the loop trains alone."""
         return self._plan.seats
 
     @property
     def round(self) -> int:
+        """The number of this worker's current round, from 0."""
         return self._plan.key.round
 
     @property
@@ -163,11 +165,11 @@ class JoinedLoop:
 
     @property
     def ended(self) -> bool:
+        """Whether the run has ended. Further steps of this loop are not sent anywhere."""
         return self._plan.ended is not None
 
     def report(self, loss: Tensor | float | None = None, *, samples: int = 0) -> None:
-        """Reports a training loss and the samples it covers. The run's tape gets the mean over the
-        round. Call it before the step."""
+        """Reports a training loss and its samples. The run's tape gets the mean over the round. Call it before the step."""
         if not self.active or self.ended:
             return
         if loss is not None:
@@ -287,8 +289,7 @@ class JoinedLoop:
             self._stop_loop()
 
     def _stop_loop(self) -> None:
-        """Called again at every step if the loop catches `RunOver`. The hooks stay until the block
-        is left, because torch is iterating over them."""
+        """Called again at every step if the loop catches `RunOver`. The hooks stay until the block is left: torch uses them."""
         self._leave_run("the run has ended")
         if self._options.stop_at_end:
             raise RunOver(self)

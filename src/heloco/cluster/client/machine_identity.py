@@ -22,6 +22,8 @@ PLACES = 1024
 
 
 class MachineIdentity:
+    """The ticket of this machine in a run. The file that holds it stays locked until `close`, so each process has its own."""
+
     def __init__(self, run: str | None, name: str) -> None:
         """Without a `run` nothing is stored."""
         self.ticket: Ticket | None = None

@@ -50,25 +50,33 @@ class Key(m.Message, frozen=True, kw_only=True):
 
 
 class KeyAndOffset(Key, frozen=True, kw_only=True):
+    """A round and a position in its file, in a query."""
+
     offset: m.Natural
 
 
 class ArrivalQuery(m.Message, frozen=True, kw_only=True):
-    """An arrival in a query."""
+    """The number of an arrival, in a query: whose model is to be evaluated."""
 
     arrival: m.Natural
 
 
 class Offset(m.Message, frozen=True, kw_only=True):
+    """A position in the model's file, in a query."""
+
     offset: m.Natural
 
 
 class FilePart(m.Message, frozen=True, kw_only=True):
+    """One of the run's readable files and a position in it, in a query."""
+
     name: m.ShortText
     offset: m.Natural
 
 
 class ProbeSize(m.Message, frozen=True, kw_only=True):
+    """How many bytes a machine wants to receive to measure its connection, in a query."""
+
     bytes: m.Natural
 
 

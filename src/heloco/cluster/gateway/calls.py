@@ -45,6 +45,8 @@ def started_pool(threads: int, name: str) -> ThreadPoolExecutor:
 
 
 class Calls:
+    """Runs calls of the service on thread pools, one pool for each kind of call, so that the event loop never blocks."""
+
     def __init__(self, service: Service) -> None:
         self.service = service
         self._short = started_pool(SHORT, "gateway-short")

@@ -25,6 +25,8 @@ BEGIN, END = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59
 
 @dataclass(frozen=True)
 class Credentials:
+    """The certificate that the gateway shows, its key, and the fingerprint by which tokens know it."""
+
     certificate: Path
     """PEM; a chain may follow the certificate itself."""
     key: Path

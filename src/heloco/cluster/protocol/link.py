@@ -36,9 +36,15 @@ class Link(Protocol):
 
     address: str
 
-    def describe(self) -> RunInfo: ...
-    def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined: ...
-    def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None: ...
+    def describe(self) -> RunInfo:
+        """The facts about the run that a machine needs before it joins. Needs no ticket."""
+
+    def join(self, name: str, *, returning: Ticket | None, layout: Layout | None) -> Joined:
+        """Joins the run, or comes back with an earlier ticket. `layout` describes the model that the machine brings."""
+
+    def send_model(self, ticket: Ticket, layout: Layout, tensors: Mapping[str, Tensor], names: list[str]) -> None:
+        """Sends the model to an external run that has none yet. `names` are its blocks' names in the machine's own code."""
+
     def next_round(self, ticket: Ticket, wait_s: float, *, evaluates: bool = False) -> RoundAnswer:
         """Waits up to `wait_s` for a round if there is none at once. `evaluates`: a model to evaluate is welcome too."""
 
@@ -48,7 +54,8 @@ class Link(Protocol):
     def fetch_evaluated(self, ticket: Ticket, job: EvaluationJob, layout: Layout) -> dict[str, Tensor]:
         """The model that this machine is to evaluate, checked."""
 
-    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None: ...
+    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
+        """Hands in the scores of a model that this machine evaluated."""
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         """The model of a run that has ended."""
@@ -58,10 +65,17 @@ class Link(Protocol):
     ) -> Acknowledgement:
         """Sends a contribution and has it acknowledged. The link fills in the report's digest."""
 
-    def beat(self, ticket: Ticket, steps: int) -> BeatAnswer: ...
-    def abandon(self, ticket: Ticket, text: str) -> None: ...
-    def leave(self, ticket: Ticket, text: str) -> None: ...
-    def close(self) -> None: ...
+    def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
+        """Sends a sign of life with the inner steps done so far. The answer says whether the round is still worth continuing."""
+
+    def abandon(self, ticket: Ticket, text: str) -> None:
+        """Gives the machine's round back, so that its data goes to another round. `text` says why."""
+
+    def leave(self, ticket: Ticket, text: str) -> None:
+        """Takes leave of the run: the machine's round is given back and its seat is free. `text` says why."""
+
+    def close(self) -> None:
+        """Closes the connection. The machine stays in the run until it leaves or counts as lost."""
 
 
 class AdminLink(Protocol):
@@ -69,19 +83,38 @@ class AdminLink(Protocol):
 
     address: str
 
-    def describe(self) -> RunInfo: ...
-    def status(self) -> Status: ...
+    def describe(self) -> RunInfo:
+        """The facts about the run that a machine needs before it joins."""
+
+    def status(self) -> Status:
+        """What the run and each of its machines are doing now."""
+
     def read(self, name: str, offset: int) -> bytes:
         """The next part of one of the run's readable files, from byte `offset` on."""
 
-    def stop(self, text: str) -> None: ...
-    def pause(self, text: str) -> None: ...
-    def unpause(self) -> None: ...
-    def evict(self, machine: str, text: str) -> None: ...
-    def tokens(self) -> TokenList: ...
-    def new_token(self, right: Right, note: str) -> TokenInfo: ...
-    def revoke_token(self, token_id: str) -> None: ...
-    def close(self) -> None: ...
+    def stop(self, text: str) -> None:
+        """Ends the run. It is saved and can be served again. `text` says why."""
+
+    def pause(self, text: str) -> None:
+        """Stops handing out rounds until `unpause`. Rounds under way are still taken in. `text` says why."""
+
+    def unpause(self) -> None:
+        """Hands out rounds again after `pause`."""
+
+    def evict(self, machine: str, text: str) -> None:
+        """Removes a machine, by id or by name, and does not let it come back. `text` says why."""
+
+    def tokens(self) -> TokenList:
+        """All tokens of the run without their secrets, the revoked ones too."""
+
+    def new_token(self, right: Right, note: str) -> TokenInfo:
+        """Makes a token with this right. Only this answer contains its secret."""
+
+    def revoke_token(self, token_id: str) -> None:
+        """Makes a token invalid. Machines that joined with it are evicted."""
+
+    def close(self) -> None:
+        """Closes the connection."""
 
 
 class RunLink(Link, AdminLink, Protocol):

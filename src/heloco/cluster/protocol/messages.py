@@ -92,6 +92,8 @@ class RunInfo(Message, frozen=True, kw_only=True):
 
 
 class JoinRequest(Message, frozen=True, kw_only=True):
+    """A machine asks to join the run."""
+
     name: ShortText
     """The machine's name, for people."""
     version: ShortText
@@ -101,6 +103,8 @@ class JoinRequest(Message, frozen=True, kw_only=True):
 
 
 class Joined(Message, frozen=True, kw_only=True):
+    """The machine is in the run: its ticket, its seat, and the layouts of the tensors that it will exchange."""
+
     run: str
     ticket: Ticket
     seat: int | None
@@ -113,10 +117,14 @@ class Joined(Message, frozen=True, kw_only=True):
 
 
 class ModelOffer(Message, frozen=True, kw_only=True):
+    """A machine announces the model that it will send to an external run."""
+
     layout: Entries
 
 
 class ModelCommit(Message, frozen=True, kw_only=True):
+    """All bytes of the model are sent: the names of its blocks, and the digest to check the bytes with."""
+
     names: tuple[Annotated[str, Meta(min_length=1, max_length=500)], ...]
     digest: Digest
 
@@ -144,6 +152,7 @@ class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field
 
     @property
     def key(self) -> RoundKey:
+        """Identifies the round in requests about it."""
         return RoundKey(self.worker, self.round, self.version)
 
 
@@ -166,6 +175,8 @@ RoundAnswer: TypeAlias = Assignment | EvaluationJob | Wait
 
 
 class RoundRequest(Message, frozen=True, kw_only=True):
+    """A machine asks for its next round."""
+
     wait_s: Annotated[float, Meta(ge=0, le=3600)]
     evaluates: bool = False
     """Whether the machine offers to evaluate models."""
@@ -175,6 +186,8 @@ Measures: TypeAlias = Annotated[dict[ShortText, float | None], Meta(max_length=1
 
 
 class EvaluationResult(Message, frozen=True, kw_only=True):
+    """The scores of a model that a machine evaluated."""
+
     arrival: Natural
     scores: Annotated[dict[ShortText, Measures], Meta(max_length=10_000)]
     """Source -> the name and the value of each measure; None if it is not finite."""
@@ -199,6 +212,8 @@ class BeatAnswer(Message, frozen=True, kw_only=True):
 
 
 class Reason(Message, frozen=True, kw_only=True):
+    """Why a machine gives its round back or leaves, or why a person stops or pauses the run."""
+
     text: Text
 
 
@@ -219,6 +234,8 @@ class ContributionReport(Message, frozen=True, kw_only=True):
 
 
 class ContributionCommit(ContributionReport, frozen=True, kw_only=True):
+    """All bytes of a contribution are sent: the report, the round it belongs to, and the digest to check the bytes with."""
+
     digest: Digest
     """xxh3-128 of the contribution's file."""
     worker: Natural
@@ -246,6 +263,8 @@ class Acknowledgement(Message, frozen=True, kw_only=True):
 
 
 class MachineStatus(Message, frozen=True, kw_only=True):
+    """What the run knows about one machine: its seat, its round, its pace, and what it has contributed."""
+
     machine: str
     name: str
     seat: int | None
@@ -266,6 +285,8 @@ class MachineStatus(Message, frozen=True, kw_only=True):
 
 
 class Status(Message, frozen=True, kw_only=True):
+    """The state of a run for people who look at it: how far it is, whether it is paused or has ended, and its machines."""
+
     run: str
     folder: str
     ended: Ended | None
@@ -303,19 +324,27 @@ class TokenInfo(Message, frozen=True, kw_only=True):
 
 
 class TokenList(Message, frozen=True, kw_only=True):
+    """All tokens of a run, without their secrets."""
+
     tokens: tuple[TokenInfo, ...]
 
 
 class TokenRequest(Message, frozen=True, kw_only=True):
+    """A person asks for a new token."""
+
     right: Right
     note: Text = ""
 
 
 class TokenId(Message, frozen=True, kw_only=True):
+    """A person names the token to revoke."""
+
     id: ShortText
 
 
 class MachineId(Message, frozen=True, kw_only=True):
+    """A person names the machine to evict, and says why."""
+
     machine: ShortText
     text: Text = ""
 

@@ -15,6 +15,8 @@ _TOKEN = re.compile(rf"heloco-({'|'.join(RIGHTS)})\.([A-Za-z0-9_-]{{43}})\.([0-9
 
 
 class ParsedToken(NamedTuple):
+    """The three parts of a token's text."""
+
     right: Right
     secret: str
     fingerprint: str
@@ -22,10 +24,12 @@ class ParsedToken(NamedTuple):
 
 
 def format_token(right: Right, secret: str, fingerprint: str) -> str:
+    """The text of a token, as people copy it."""
     return f"heloco-{right}.{secret}.{fingerprint}"
 
 
 def parse_token(token: str) -> ParsedToken:
+    """The parts of a token's text. Raises `UserError` if it is not whole."""
     match = _TOKEN.fullmatch(token.strip())
     if match is None:
         raise UserError(

@@ -82,6 +82,8 @@ def reply_to(ask: Callable[[], T]) -> Reply[T]:
 
 
 class SynchronizerActor:
+    """The served run inside a Ray actor. Machines and people call its methods through Ray."""
+
     def __init__(self) -> None:
         self._host: RunHost | None = None
         self._threads = 1

@@ -65,11 +65,11 @@ class PrivateFolder:
         info = os.lstat(self.path)
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
             raise UserError(f"{self.path} is not a folder of this user alone: somebody has changed it. Start again.")
-        for above in self.path.parents:
-            parent_info = os.lstat(above)
+        for parent in self.path.parents:
+            parent_info = os.lstat(parent)
             is_shared = parent_info.st_mode & 0o022 and not parent_info.st_mode & stat.S_ISVTX
             if is_shared or parent_info.st_uid not in _trusted_owners():
-                raise UserError(f"{above} is another user's, or others may rename what is in it: {self.path} is not safe there.")
+                raise UserError(f"{parent} is another user's, or others may rename what is in it: {self.path} is not safe there.")
 
     def _check_sockets(self) -> None:
         """Raises UserError if Ray's sockets cannot be made here: the path may be too long, or the

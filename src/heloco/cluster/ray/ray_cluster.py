@@ -60,7 +60,7 @@ class Tls:
         return {"RAY_USE_TLS": "1", **{name: str(Path(path).resolve()) for name, path in files}}
 
     @classmethod
-    def of_environment(cls) -> "Tls | None":
+    def from_environment(cls) -> "Tls | None":
         """From Ray's own environment variables; None if they do not enable TLS."""
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             return None
@@ -143,7 +143,7 @@ def start_ray(
     ray://HOST:PORT as a client. Port 0 means any free port. `trusted`: the network beyond loopback encrypts by itself, so TLS is
     not needed. `run`: the folder of the run, where Ray's files may be put."""
     ray = require_ray()
-    tls = tls or Tls.of_environment()
+    tls = tls or Tls.from_environment()
     if not address and host not in LOOPBACK and tls is None and not trusted:
         raise UserError(
             f"Ray would listen at {host} unencrypted: give certificate, key and authority (PEM), or say that the network is "

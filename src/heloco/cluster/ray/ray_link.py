@@ -36,6 +36,8 @@ replaced by another, and Ray itself never notices that."""
 
 
 class RayLink:
+    """A `Link` and an `AdminLink` that reach the synchronizer through a Ray cluster."""
+
     def __init__(self, address: str = "", token: str = "", *, tls: Tls | None = None, name: str = NAME) -> None:
         """`address`: ray://HOST:PORT as a client, ray:HOST:PORT on a node of the cluster, or empty inside Ray's own processes."""
         self.address = address or "this Ray cluster"

@@ -37,6 +37,8 @@ class WorkerStatus:
 
 
 class WorkerActor:
+    """A Ray actor that joins the run as a machine and trains the run's task until the run ends."""
+
     def __init__(self, name: str, synchronizer: str, threads: int, data: str | None = None) -> None:
         self._name, self._synchronizer, self._threads, self._data = name, synchronizer, threads, data
         self._worker: Worker | None = None

@@ -13,8 +13,9 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records import journal_reader as journal
+from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 
-READABLE = ("config.toml", "run.json", "tape.jsonl", "evals.jsonl", journal.FOLDER)
+READABLE = (CONFIG, META, TAPE, EVALS, journal.FOLDER)
 READ_LIMIT_BYTES = 1 << 20
 STATUS_PATIENCE_S = 0.05
 """How long a status waits for the lock if the last one is recent."""
@@ -22,6 +23,8 @@ RECENT_S = 10.0
 
 
 class Administration:
+    """What people ask of the service: its status, its files, and its end."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher) -> None:
         self.state, self.rounds = state, rounds
         self._last_status: Status | None = None

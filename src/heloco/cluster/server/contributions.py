@@ -19,12 +19,15 @@ from heloco.cluster.server.transfers import Upload, refuse_for_disk
 from heloco.disk import drop_mapped_pages
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
+from heloco.records.run_files import TAPE
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
 from heloco.wire.layout import map_tensors
 
 
 class Contributions:
+    """Takes in the bytes of contributions, checks them, and has each applied exactly once."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership) -> None:
         self.state, self.rounds, self.members = state, rounds, members
 
@@ -123,7 +126,7 @@ class Contributions:
 
     def _check_room_for_lines(self, run: JournaledRun) -> None:
         if not run.lines.catch_up() or shutil.disk_usage(self.state.folder).free < ROOM_FOR_LINES:
-            raise refuse_for_disk(OSError(errno.ENOSPC, ""), self.state.folder / "tape.jsonl")
+            raise refuse_for_disk(OSError(errno.ENOSPC, ""), self.state.folder / TAPE)
 
     def _refuse(self, ticket: Ticket, key: RoundKey) -> None:
         """Refuses a contribution with NaN or Inf. Nothing of it is kept, and the data of its round goes back to the ledger."""

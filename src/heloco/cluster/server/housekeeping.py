@@ -21,6 +21,8 @@ log = logging.getLogger("heloco.server")
 
 
 class Housekeeping:
+    """The service's periodic work. `tick` does what is due at this moment."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher, members: Membership, pauses: Pauses) -> None:
         self.state, self.rounds, self.members, self.pauses = state, rounds, members, pauses
         self._ticked_s = 0.0

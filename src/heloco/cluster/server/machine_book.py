@@ -32,6 +32,8 @@ class MachineRecord(Struct, frozen=True):
 
 @dataclass
 class MachineEntry:
+    """What the run remembers about one machine, also while it is away."""
+
     secret_hash: str
     token: str = ""
     """Id of the token that the machine joined with last."""
@@ -59,6 +61,8 @@ def hash_secret(secret: str) -> str:
 
 
 class MachineBook:
+    """One entry per machine that ever joined, as far as they are still remembered."""
+
     def __init__(self) -> None:
         self._entries: dict[str, MachineEntry] = {}
 

@@ -11,6 +11,8 @@ from heloco.cluster.server.state import ServiceState
 
 
 class MachineEvaluation:
+    """Gives models to machines that offer to evaluate them, and takes the scores in."""
+
     def __init__(self, state: ServiceState) -> None:
         self.state = state
 

@@ -20,6 +20,8 @@ _ROUND_OF: dict[PartKind, AbandonKind] = {"lost": "lost", "evicted": "evicted", 
 
 
 class Membership:
+    """Lets machines join, come back and leave, and bars those that may not."""
+
     def __init__(self, state: ServiceState, rounds: RoundDispatcher, pauses: Pauses) -> None:
         self.state, self.rounds, self.pauses = state, rounds, pauses
 

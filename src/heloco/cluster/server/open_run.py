@@ -20,7 +20,7 @@ from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import read_events
 from heloco.records.run_facts import BlockFacts, RunFacts
-from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
+from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged, CheckpointState
 from heloco.task import ShardInfo, Task
@@ -199,7 +199,7 @@ def external_run(
     return Service(config, path, task_digest=task.digest, create_run=create_run, clock=clock)
 
 
-_ALLOWED_BEFORE_MODEL = ("run-id", "model.partial", "credentials", "workers", "ray", "incoming")
+_ALLOWED_BEFORE_MODEL = (RUN_ID, "model.partial", "credentials", "workers", "ray", "incoming")
 """Names that may exist in the folder before the run has its model."""
 _MADE_WITH_MODEL = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
 """Names that are created when the model has arrived. The first checkpoint is written last."""

@@ -23,6 +23,8 @@ from heloco.task import Task
 
 @dataclass(frozen=True)
 class ReplayResult:
+    """What a replay computed, and where it first differs from the tape."""
+
     begun_at: int
     """The arrival after which the replay began: 0, or the arrival of the oldest checkpoint from which the journal is complete."""
     lines: int

@@ -20,16 +20,18 @@ from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_path, read_events, segments
-from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
+from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
 from heloco.run.folder import whole_lines
 
-COPIED = (CONFIG, META, "run-id", "credentials")
+COPIED = (CONFIG, META, RUN_ID, "credentials")
 
 
 @dataclass(frozen=True)
 class RollbackResult:
+    """What a rollback did: the arrivals before and after, and what was left out."""
+
     arrivals: int
     """Arrivals of the run now."""
     arrivals_before: int

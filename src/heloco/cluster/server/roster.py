@@ -60,6 +60,8 @@ class Machine:
 
 
 class Roster:
+    """The machines that are present, who has which seat, and which of them are lost."""
+
     def __init__(self, seats: int, beat_s: float, patience: float) -> None:
         self.seats = seats
         self.beat_s = beat_s

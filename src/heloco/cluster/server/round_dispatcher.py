@@ -13,6 +13,8 @@ from heloco.records.events import AbandonKind
 
 
 class RoundDispatcher:
+    """Hands out rounds to machines, and gives up rounds that take too long."""
+
     def __init__(self, state: ServiceState) -> None:
         self.state = state
         cluster = state.config.cluster

@@ -19,6 +19,7 @@ from heloco.errors import RunStopped, UserError
 from heloco.records.events import EndKind
 from heloco.records.journal import JournalTaken
 from heloco.records.journal_reader import FOLDER as JOURNAL
+from heloco.records.run_files import RUN_ID
 from heloco.run.config import RunConfig
 
 
@@ -128,7 +129,7 @@ class ServiceState:
 
 def run_id(folder: Path) -> str:
     """The run's id: random, made once, and stored in its folder."""
-    path = folder / "run-id"
+    path = folder / RUN_ID
     if not path.exists() or not path.read_text().strip():
         path.write_text(secrets.token_hex(8))
     return path.read_text().strip()

@@ -26,6 +26,8 @@ TOKEN_LIMIT = 1000
 
 
 class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A token with its secret, as the run's folder keeps it."""
+
     id: str
     right: Right
     secret: str

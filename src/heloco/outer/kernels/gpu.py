@@ -98,10 +98,10 @@ def statistics_kernel(table, blocks, chunks, parts, rules, U: tl.constexpr, CHUN
     else:
         uu, mm, um = 0.0, 0.0, 0.0
         for start in range(0, length, TAIL):
-            of_u, of_m, of_both = _products(u, m, offset + start, length - start, U, False, TAIL)
-            uu += of_u
-            mm += of_m
-            um += of_both
+            part_uu, part_mm, part_um = _products(u, m, offset + start, length - start, U, False, TAIL)
+            uu += part_uu
+            mm += part_mm
+            um += part_um
     tl.store(parts + 3 * chunk, uu)
     tl.store(parts + 3 * chunk + 1, mm)
     tl.store(parts + 3 * chunk + 2, um)
@@ -240,14 +240,14 @@ class BlockKernels:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
         self._update(self.table([], []), _upload(np.append(1.0, np.asarray(rules, dtype=np.float64)), self._device))
 
-    def step(self, of_groups: Sequence[Coefficients], group_of: Sequence[int]) -> npt.NDArray[np.float64]:
+    def step(self, group_coefficients: Sequence[Coefficients], group_of: Sequence[int]) -> npt.NDArray[np.float64]:
         """The whole step: the sums it was decided by. Nothing has changed if a pseudo-gradient's is not finite."""
-        return self.launch(self.table(of_groups, group_of)).cpu().numpy()
+        return self.launch(self.table(group_coefficients, group_of)).cpu().numpy()
 
-    def table(self, of_groups: Sequence[Coefficients], group_of: Sequence[int]) -> Tensor:
+    def table(self, group_coefficients: Sequence[Coefficients], group_of: Sequence[int]) -> Tensor:
         """What the kernels read, in one transfer: the addresses of all p, m and u, each block's group, each group's numbers."""
         addresses = [address for tensors in self._tensors for address in map(Tensor.data_ptr, tensors)]
-        numbers = np.array(of_groups, dtype=np.float64).reshape(-1)
+        numbers = np.array(group_coefficients, dtype=np.float64).reshape(-1)
         return _upload(np.append(np.array([*addresses, *group_of], dtype=np.int64), numbers.view(np.int64)), self._device)
 
     def launch(self, table: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class BlockKernels:
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
-        of_pieces = np.asarray(rules, dtype=np.float64).take(self._pieces.block, axis=0)
-        self._call("update", self._p, self._m, self._u, last=of_pieces)
+        piece_rules = np.asarray(rules, dtype=np.float64).take(self._pieces.block, axis=0)
+        self._call("update", self._p, self._m, self._u, last=piece_rules)
 
     def _call(self, name: str, *addresses: npt.NDArray[np.int64], last: npt.NDArray[np.float64]) -> None:
         kernel = getattr(library, _function(name, *self._dtypes))

@@ -19,6 +19,8 @@ WORKER_COLOURS = (
 
 @dataclass
 class Series:
+    """One colour of bars, with a value for each category."""
+
     label: str
     values: Values
     """One per category."""
@@ -70,6 +72,8 @@ Content = Figure | Bars | Spans | Heat
 
 @dataclass
 class View:
+    """One of the drawings that a chart can show."""
+
     label: str
     content: Content
     notes: list[str] = field(default_factory=list)
@@ -78,6 +82,8 @@ class View:
 
 @dataclass
 class Chart:
+    """A chart of the page: its title, a sentence about it, and the drawings that a reader can choose from."""
+
     name: str
     title: str
     about: str
@@ -111,20 +117,20 @@ class Group:
     colour: str
 
 
-def worker_groups(paces: Sequence[float], most: int = len(WORKER_COLOURS)) -> list[Group]:
+def worker_groups(paces: Sequence[float], limit: int = len(WORKER_COLOURS)) -> list[Group]:
     order = sorted(range(len(paces)), key=lambda i: (paces[i], i))
-    if len(paces) <= most:
+    if len(paces) <= limit:
         members = [[i] for i in range(len(paces))]
-    elif len(set(paces)) <= most:
+    elif len(set(paces)) <= limit:
         members = [[i for i in order if paces[i] == pace] for pace in sorted(set(paces))]
     else:
-        members = [order[i * len(order) // most : (i + 1) * len(order) // most] for i in range(most)]
+        members = [order[i * len(order) // limit : (i + 1) * len(order) // limit] for i in range(limit)]
     return [Group(_label(part, paces), part, colour) for part, colour in zip(members, WORKER_COLOURS, strict=False)]
 
 
-def seat_groups(count: int, most: int = len(WORKER_COLOURS)) -> list[Group]:
+def seat_groups(count: int, limit: int = len(WORKER_COLOURS)) -> list[Group]:
     """Workers whose paces say nothing: each by itself, or, where there are many, neighbours together."""
-    group_size = -(-count // most)
+    group_size = -(-count // limit)
     parts = [list(range(begin, min(count, begin + group_size))) for begin in range(0, count, group_size)]
     names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]
     return [Group(name, part, colour) for name, part, colour in zip(names, parts, WORKER_COLOURS, strict=False)]

@@ -35,7 +35,7 @@ def heat_of(run: Run, cells: int) -> View | None:
         sizes=[math.prod(block.shape) for block in blocks],
         columns=[(tape.arrival[part[0]], tape.arrival[part[-1]]) for part in parts],
         cosine=[[_mean(run, part, block) for part in parts] for block in range(len(blocks))],
-        case=["".join(_most(run, part, block) for part in parts) for block in range(len(blocks))],
+        case=["".join(_most_frequent_case(run, part, block) for part in parts) for block in range(len(blocks))],
     )
     note = f"Thinned: a column stands for {column_size} arrivals, with the mean of their cosines and their most frequent case."
     return View(run.name, heat, [note] if column_size > 1 else [])
@@ -46,5 +46,5 @@ def _mean(run: Run, part: Sequence[int], block: int) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _most(run: Run, part: Sequence[int], block: int) -> str:
+def _most_frequent_case(run: Run, part: Sequence[int], block: int) -> str:
     return Counter(run.tape.case[i][block] for i in part).most_common(1)[0][0]

@@ -19,12 +19,12 @@ NOTHING_EVALUATED = (
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 
 
-def figure_view(label: str, figure: Figure, longest: int, most: int) -> View:
-    return View(label, figure, [caption_of(figure), *note(longest, most)])
+def figure_view(label: str, figure: Figure, longest: int, limit: int) -> View:
+    return View(label, figure, [caption_of(figure), *note(longest, limit)])
 
 
-def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str, bool], most: int) -> Line:
-    places = thinned(y, most)
+def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str, bool], limit: int) -> Line:
+    places = thinned(y, limit)
     return Line(label, [x[i] for i in places], [y[i] for i in places], colour=look[0], dashed=look[1])
 
 
@@ -97,24 +97,24 @@ def _lines(
 def norms(runs: Sequence[Run]) -> Chart | None:
     """Over outer steps, of all blocks together."""
     columns = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
-    most, panels = budget(len(runs)), []
+    limit, panels = budget(len(runs)), []
     for title, name in columns.items():
         lines = []
         for run, look in zip(runs, run_colours(runs), strict=True):
             places = [i for i, value in enumerate(getattr(run.tape, name)) if math.isfinite(value)]
             x, y = [run.tape.outer_step[i] for i in places], [getattr(run.tape, name)[i] for i in places]
-            lines.append(line_of(run.name, x, y, look, most))
+            lines.append(line_of(run.name, x, y, look, limit))
         panels.append(Panel(title, lines, STEPS, f"norm of the {title}"))
     if not any(line.x for panel in panels for line in panel.lines):
         return None
     about = "Of all blocks together: what arrives, what the synchronizer remembers, and how far each arrival moves the model."
-    view = figure_view("", Figure("norms", "", "", panels, 3), max(len(run.tape) for run in runs), most)
+    view = figure_view("", Figure("norms", "", "", panels, 3), max(len(run.tape) for run in runs), limit)
     return Chart("norms", "Norms", about, [view])
 
 
 def traffic(runs: Sequence[Run]) -> Chart | None:
     """Tokens trained on and bytes moved, over time."""
-    most, unit, time = budget(len(runs)), runs[0].facts.unit, time_label(runs)
+    limit, unit, time = budget(len(runs)), runs[0].facts.unit, time_label(runs)
     panels = [Panel(unit, [], time, unit), Panel("megabytes moved", [], time, "MB")]
     for run, look in zip(runs, run_colours(runs), strict=True):
         units, moved, total = [0.0], [0.0], 0
@@ -123,7 +123,7 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
             units.append(total)
             moved.append(moved[-1] + run.round_bytes / 1e6)
         for panel, y in zip(panels, (units, moved), strict=True):
-            panel.lines.append(line_of(run.name, [0.0, *run.tape.time_s], y, look, most))
+            panel.lines.append(line_of(run.name, [0.0, *run.tape.time_s], y, look, limit))
     if not any(len(run.tape) for run in runs):
         return None
     run = runs[0]
@@ -132,5 +132,5 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
         f"Bytes are counted from the model's size: every round takes a model{numbers} and hands back a pseudo-gradient "
         f"of the same size, together {run.round_bytes / 1e6:,.2f} MB a round in {run.name}."
     )
-    view = figure_view("", Figure("traffic", "", "", panels, 2), max(len(run.tape) + 1 for run in runs), most)
+    view = figure_view("", Figure("traffic", "", "", panels, 2), max(len(run.tape) + 1 for run in runs), limit)
     return Chart("traffic", f"{unit.capitalize()} and bytes", about, [view], switches=())

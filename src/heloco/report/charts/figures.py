@@ -27,6 +27,8 @@ SETTLING = 0.25
 
 @dataclass
 class Line:
+    """A curve: its points, an optional band around them, and its look."""
+
     label: str
     x: Sequence[float]
     y: Values
@@ -59,6 +61,8 @@ class Line:
 
 @dataclass
 class Panel:
+    """Lines that share two axes."""
+
     title: str
     lines: list[Line]
     x_label: str
@@ -69,6 +73,8 @@ class Panel:
 
 @dataclass
 class Figure:
+    """Panels side by side with one title and one caption."""
+
     name: str
     """Of its files, without ending."""
     title: str
@@ -83,8 +89,8 @@ class Range:
 
     low: float
     high: float
-    below: float | None = None
-    above: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
 
 
 def gapped(values: Values) -> list[float]:
@@ -152,10 +158,10 @@ def y_range(lines: Sequence[Line], everything: bool = False) -> Range:
     settled += [0.0] if everything else []
     low, high = min(settled), max(settled)
     span = high - low
-    below, above = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(whole), low), (max(whole), high)))
-    low, high = (low if below is not None else min(low, min(whole))), (high if above is not None else max(high, max(whole)))
+    lowest, highest = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(whole), low), (max(whole), high)))
+    low, high = (low if lowest is not None else min(low, min(whole))), (high if highest is not None else max(high, max(whole)))
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return Range(low - margin, high + margin, below, above)
+    return Range(low - margin, high + margin, lowest, highest)
 
 
 def y_ranges(figure: Figure) -> dict[str, Range]:
@@ -173,8 +179,8 @@ def caption_of(figure: Figure) -> str:
     ranges = y_ranges(figure)
     sentences = [figure.caption] if figure.caption else []
     for label, y_range in ranges.items():
-        outside = [f"up to {y_range.above:.4g} lie above"] if y_range.above is not None else []
-        outside += [f"down to {y_range.below:.4g} lie below"] if y_range.below is not None else []
+        outside = [f"up to {y_range.highest:.4g} lie above"] if y_range.highest is not None else []
+        outside += [f"down to {y_range.lowest:.4g} lie below"] if y_range.lowest is not None else []
         if outside:
             axis = "the y axis" if len(ranges) == 1 else f"the axis of {label}"
             sentences.append(f"Early values {' and '.join(outside)} {axis}, which shows where the curves settle.")

@@ -29,20 +29,20 @@ def participation(runs: Sequence[Run]) -> Chart | None:
 
 
 def _participation(run: Run, runs: int) -> View:
-    tape, most = run.tape, budget(runs)
+    tape, limit = run.tape, budget(runs)
     places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused"]
     counts = [float(len(window)) for window in _windows(run, places)]
     over = {"arrival": [float(tape.arrival[i]) for i in places], time_label([run]): [tape.time_s[i] for i in places]}
     panels = []
     for label, x in over.items():
-        lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), most)]
+        lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), limit)]
         if x:
             lines.append(Line(LEAST[0], [x[0], x[-1]], [run.min_workers] * 2, colour=LEAST[1], dashed=True))
         panels.append(Panel(f"over {label}", lines, label, "machines that took part", whole=True))
     if pauses := _pause_line(run):
         panels[1].lines.append(pauses)
-    panels.append(Panel("each machine's part", _part_lines(run, places, most), time_label([run]), "share", whole=True))
-    view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), most)
+    panels.append(Panel("each machine's part", _part_lines(run, places, limit), time_label([run]), "share", whole=True))
+    view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), limit)
     view.notes.append(f"Counted over the last {run.window} arrivals.")
     if len(run.summary.machines) > DRAWN:
         view.notes.append(f"The {DRAWN} machines with the most contributions of {len(run.summary.machines)} have a line.")
@@ -71,7 +71,7 @@ def _pause_line(run: Run) -> Line | None:
     return Line(PAUSED[0], x, y, colour=PAUSED[1]) if x else None
 
 
-def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
+def _part_lines(run: Run, places: Sequence[int], limit: int) -> list[Line]:
     """Of each machine its part of the last arrivals, over time."""
     parts = {machine.id: list[float]() for machine in _drawn(run)}
     for window in _windows(run, places):
@@ -79,7 +79,7 @@ def _part_lines(run: Run, places: Sequence[int], most: int) -> list[Line]:
             part.append(window[machine] / window.total())
     x = [run.tape.time_s[i] for i in places]
     looks = zip(parts.items(), WORKER_COLOURS, strict=False)
-    return [line_of(run.summary.label(machine), x, part, (colour, False), most) for (machine, part), colour in looks]
+    return [line_of(run.summary.label(machine), x, part, (colour, False), limit) for (machine, part), colour in looks]
 
 
 def shares(runs: Sequence[Run]) -> Chart | None:
@@ -103,5 +103,5 @@ def _shares(run: Run) -> View:
 
 def _drawn(run: Run) -> list[MachineSummary]:
     """Those with the most contributions, by name, so that their colours stay."""
-    most = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
-    return sorted(most, key=lambda machine: machine.id)
+    contributors = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
+    return sorted(contributors, key=lambda machine: machine.id)

@@ -36,17 +36,17 @@ def _row(run: Run, worker: int) -> str:
 
 def _timeline(run: Run) -> View:
     tape, paces = run.tape, run.facts.paces
-    shown = _spread(len(paces), ROWS)
-    of_worker: dict[int, list[int]] = {worker: [] for worker in shown}
+    workers = _spread(len(paces), ROWS)
+    places_of_worker: dict[int, list[int]] = {worker: [] for worker in workers}
     for i, worker in enumerate(tape.worker):
-        if worker in of_worker:
-            of_worker[worker].append(i)
-    total = sum(map(len, of_worker.values()))
+        if worker in places_of_worker:
+            places_of_worker[worker].append(i)
+    total = sum(map(len, places_of_worker.values()))
     rounds_per_bar = max(1, math.ceil(total / SPANS))
     colours = {worker: group.colour for group in groups_of(run) for worker in group.workers}
-    spans = Spans(time_label([run]), [_row(run, w) for w in shown], [], [], [], [], [], [colours[w] for w in shown])
-    for row, worker in enumerate(shown):
-        places = of_worker[worker]
+    spans = Spans(time_label([run]), [_row(run, w) for w in workers], [], [], [], [], [], [colours[w] for w in workers])
+    for row, worker in enumerate(workers):
+        places = places_of_worker[worker]
         for begin in range(0, len(places), rounds_per_bar):
             part = places[begin : begin + rounds_per_bar]
             spans.row.append(row)
@@ -54,7 +54,9 @@ def _timeline(run: Run) -> View:
             spans.end.append(tape.time_s[part[-1]])
             spans.count.append(len(part))
             spans.hover.append(_hover_text(run, part))
-    notes = [f"{len(shown)} of {len(paces)} workers are shown, from the first to the last."] if len(shown) < len(paces) else []
+    notes = (
+        [f"{len(workers)} of {len(paces)} workers are shown, from the first to the last."] if len(workers) < len(paces) else []
+    )
     if rounds_per_bar > 1:
         notes.append(f"Thinned: {total:,} rounds, up to {rounds_per_bar} of a worker in one bar.")
     if run.facts.is_real:
@@ -75,8 +77,8 @@ def _hover_text(run: Run, part: Sequence[int]) -> str:
     return ", ".join(words + [f"{count} {verdict}" if len(part) > 1 else verdict for verdict, count in odd.items()])
 
 
-def _spread(count: int, most: int) -> list[int]:
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)}) if count > most else list(range(count))
+def _spread(count: int, limit: int) -> list[int]:
+    return sorted({round(i * (count - 1) / (limit - 1)) for i in range(limit)}) if count > limit else list(range(count))
 
 
 def staleness(runs: Sequence[Run]) -> Chart:
@@ -95,12 +97,12 @@ def training(runs: Sequence[Run]) -> Chart:
 
 
 def _over_time(run: Run, name: str, runs: int) -> View:
-    lines, longest, most = list[Line](), 0, budget(runs)
+    lines, longest, limit = list[Line](), 0, budget(runs)
     for group, places in _places(run):
         longest = max(longest, len(places))
         values = [float(getattr(run.tape, name)[i]) for i in places]
-        lines.append(line_of(group.label, [run.tape.time_s[i] for i in places], values, (group.colour, False), most))
-    return figure_view(run.name, Figure(name, "", "", [Panel("", lines, time_label([run]), name)], 1), longest, most)
+        lines.append(line_of(group.label, [run.tape.time_s[i] for i in places], values, (group.colour, False), limit))
+    return figure_view(run.name, Figure(name, "", "", [Panel("", lines, time_label([run]), name)], 1), longest, limit)
 
 
 def _places(run: Run) -> list[tuple[Group, list[int]]]:

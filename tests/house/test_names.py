@@ -1,0 +1,50 @@
+"""Names say what a thing holds: no participles, adverbs or prepositions for things that are assigned, passed or defined."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.repository import REPOSITORY
+
+BANNED = {
+    "found", "said", "made", "known", "there", "told", "of", "some", "own", "given", "handed", "shown", "gone", "lean", "doomed",
+    "most", "how", "above", "Law", "Passes", "Door", "patiently", "Watching", "Shown", "Planned", "Standing",
+}  # fmt: skip
+"""Compared without leading underscores."""
+PREFIX = "of_"
+"""What `of_worker` holds is not said: losses, rows or steps of a worker."""
+FILES = sorted(path for folder in ("src", "tests", "benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py"))
+
+
+def names_in(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, name) of everything that a file defines, assigns or takes as an argument."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or (
+            isinstance(node, ast.ExceptHandler | ast.MatchAs) and node.name
+        ):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.lineno, node.asname
+
+
+def is_banned(name: str) -> bool:
+    return name.lstrip("_") in BANNED or name.lstrip("_").startswith(PREFIX)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(REPOSITORY).as_posix())
+def test_a_name_says_what_the_thing_holds(path):
+    assert [f"line {line}: {name}" for line, name in names_in(path) if is_banned(name)] == []
+
+
+def test_the_list_finds_what_it_should(tmp_path):
+    path = tmp_path / "names.py"
+    path.write_text("def given(own, *, of_worker):\n    self.made = [_found for _found in own]\n")
+    assert sorted(name for _, name in names_in(path) if is_banned(name)) == ["_found", "given", "made", "of_worker", "own"]
