@@ -70,7 +70,7 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         run.folder = RunFolder.create(Path(folder) / "run", config, describe(task, config, run.model))
-        run.folder.start_writing(0, 0)
+        run.folder.start_writing()
         while not run.simulation.finished:
             bare.seconds, began = 0.0, time.perf_counter()
             while (arrived := run.simulation.advance()) is None:
