@@ -110,14 +110,17 @@ class Refused(Exception):
 
     @property
     def code(self) -> RefusalCode:
+        """Why, for programs."""
         return self.refusal.code
 
     @property
     def text(self) -> str:
+        """Why, for people."""
         return self.refusal.text
 
     @property
     def size(self) -> int | None:
+        """Bytes of the transfer that have arrived, if the offset was wrong."""
         return self.refusal.size
 
     def __reduce__(self) -> tuple[object, ...]:
