@@ -19,6 +19,7 @@ import torch
 from heloco.cluster.protocol.messages import RoundKey
 from heloco.records.journal_reader import FOLDER, segments
 from support.gateways import NUMBERS, Machine, Serve, Served
+from support.programs import wait_until
 
 COUNT = 3_000
 RAW = 150
@@ -301,6 +302,7 @@ def test_thousands_of_malformed_messages_are_refused_by_name_and_change_nothing(
     served = serve(beat_s=60.0)  # the machine does nothing meanwhile, and must not count as lost
     machine = Machine(served.link())
     key = machine.take()
+    wait_until(lambda: has_evaluated(served.folder), "the first evaluation is written")
     [(_, events)] = segments(served.folder / FOLDER)
     before = (served.digest(), events.read_bytes(), _files(served.folder))
     sender, messages, names = Sender(served, machine), iter(Malformed(0, machine, key)), Counter[str]()
@@ -326,6 +328,11 @@ def test_thousands_of_malformed_messages_are_refused_by_name_and_change_nothing(
     assert not served.service.state.ended
     _still_works(machine, key)
     assert len(served.service.state.roster.present) == 1
+
+
+def has_evaluated(folder: Path) -> bool:
+    lines, copies = folder / "evals.jsonl", folder / "evaluating"
+    return lines.exists() and lines.stat().st_size > 0 and not (copies.exists() and any(copies.iterdir()))
 
 
 def _files(folder: Path) -> list[str]:

@@ -66,9 +66,14 @@ os._exit(0)  # gloo's own threads may bring the process down in its last moments
 def test_several_ranks_are_one_machine(tmp_path):
     if not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(tmp_path), str(rank)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", RANKS, str(tmp_path), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(2)
     ]

@@ -157,7 +157,7 @@ def test_no_module_of_the_client_loads_the_runs_side(path):
     assert not [module for module in loaded if module.startswith((*RUNS_SIDE, "heloco.cluster.gateway", "heloco.cluster.ray"))]
 
 
-@pytest.mark.parametrize(("link", "limit"), [("gateway.https_link", 20), ("ray.ray_link", 22)])
+@pytest.mark.parametrize(("link", "limit"), [("gateway.https_link", 21), ("ray.ray_link", 23)])
 def test_a_link_loads_little_more_than_the_protocol(link, limit):
     room = f"heloco.cluster.{link.partition('.')[0]}"
     loaded = loaded_by(f"import heloco.cluster.{link}")

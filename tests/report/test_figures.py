@@ -191,7 +191,7 @@ def test_a_late_rise_is_never_cut():
     y = [*falling(6.5)[:-1], 30.0]
     y_axis = y_range([Line("mla", STEPS, y)])
     assert y_axis.high > 30
-    assert y_axis.above is None
+    assert y_axis.highest is None
 
 
 def test_panels_of_one_measure_share_a_range_and_the_band_counts():

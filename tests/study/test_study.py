@@ -302,7 +302,7 @@ baseline = "mla"
     ]
     assert line.endswith("| diverged |")
     repeat = study(tmp_path / "wild.toml", tmp_path / "results", "--seeds", "1", "--rows", "1,1,1,1,1")
-    assert repeat.code == 0 and "1 runs, 1 of them there already" in repeat.out
+    assert repeat.code == 0 and "2 runs, 2 of them there already" in repeat.out
 
 
 def test_without_matplotlib_there_are_tables_and_a_sentence(tmp_path, monkeypatch):

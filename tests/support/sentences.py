@@ -28,8 +28,8 @@ class Reworded:
         self.original, self.fields, self.reword = original, fields, reword
 
     def __call__(self, *values: Any, **named: Any) -> Any:
-        made = self.original(*values, **named)
-        return structs.replace(made, **{field: self.reword(getattr(made, field)) for field in self.fields})
+        original = self.original(*values, **named)
+        return structs.replace(original, **{field: self.reword(getattr(original, field)) for field in self.fields})
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, self.original)

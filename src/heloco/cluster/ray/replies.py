@@ -25,6 +25,8 @@ def tensor_deadline_s(size: int) -> float:
 
 
 class Answer(Struct, Generic[T], frozen=True):
+    """What was asked for."""
+
     value: T
 
 
