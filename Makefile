@@ -16,7 +16,7 @@ PORTABLE := tests/outer/test_outer_kernels.py tests/outer/test_outer_rules.py te
 	tests/cluster/test_gateway_runs.py::test_one_machine_over_https_computes_what_it_computes_here_to_the_bit
 
 test: lint
-	$(BIN)/pytest -m "not long" --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -m "not long" --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 30
 	HELOCO_KERNELS=portable $(BIN)/pytest --numprocesses 2 --dist loadfile $(PORTABLE)
 
 test-long: setup-dev
