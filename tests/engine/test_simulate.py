@@ -58,7 +58,10 @@ def finite(result: heloco.Result) -> bool:
 # ---- every method
 
 
-@pytest.mark.parametrize("method", METHODS)
+FIRST = ("heloco-adaptive", "delayed-nesterov", "sync-nesterov")
+
+
+@pytest.mark.parametrize("method", [pytest.param(name, marks=() if name in FIRST else pytest.mark.long) for name in METHODS])
 def test_every_method_learns_the_images(method, images):
     result = heloco.simulate(
         images,

@@ -157,7 +157,7 @@ def test_the_number_of_threads_does_not_show_in_any_bit_of_a_step(method, pair, 
 @compiled
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(lengths=sizes)
 def test_a_step_is_the_same_with_and_without_the_compiled_kernels(method, pair, lengths):
     with_them = steps(method, lengths, pair)

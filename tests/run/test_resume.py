@@ -57,7 +57,7 @@ SETTINGS = {
 
 FIRST = (
     "heloco", "sync-nesterov", "Muon", "annealed weight", "kept state and barrier", "Liu's shards", "DyLU with grace",
-    "much of the inner loop", "several epochs", "images with barrier",
+    "much of the inner loop", "several epochs",
 )  # fmt: skip
 """The others are combinations of the same parts, and run with the long tests."""
 

@@ -241,7 +241,7 @@ def test_built_in_studies_share_their_runs(tmp_path):
     assert {p.name for p in (tmp_path / "results").iterdir()} == {"runs", "table1", "staleness", "dropping"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_signal_keeps_the_finished_runs_and_the_same_command_goes_on(number, whole, tmp_path, nursery):
     path, out = write_study(tmp_path), tmp_path / "results"
     command = ("study", path, "--scale", "small", "--out", out, "--seeds", "2")
