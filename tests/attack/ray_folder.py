@@ -43,18 +43,22 @@ class Listener:
         self._server.start()
 
 
+FIND_S = 60.0
+"""How long `heloco serve` may take to start Ray."""
+
+
 def sneak(serve: int, seconds: float) -> dict[str, int]:
-    """What succeeded, as another user, from the start of `heloco serve` on."""
-    listener, counts, until_s = Listener(), Counter[str](), time.monotonic() + seconds
+    """What succeeded, as another user, from the start of `heloco serve` on, and for so long after Ray's folder is known."""
+    listener, counts, until_s = Listener(), Counter[str](), time.monotonic() + FIND_S
     os.setgroups([])
     os.setgid(OTHER_USER)
     os.setuid(OTHER_USER)
-    ray_place: tuple[str, int] | None = None
+    while (ray_place := _ray_of(serve)) is None and time.monotonic() < until_s:
+        time.sleep(0.002)
+    if ray_place is None:
+        return {}
+    until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
-        ray_place = ray_place or _ray_of(serve)
-        if ray_place is None:
-            time.sleep(0.002)
-            continue
         counts["tries"] += 1
         for folder in {Path(ray_place[0]), Path(ray_place[0]).parent, *_sessions(Path(ray_place[0]))}:
             _try_folder(folder, listener.port, counts)
@@ -172,7 +176,7 @@ def attack(folder: Path, seconds: float) -> dict[str, Any]:
     with Serving(folder, ray="auto", wait=False) as serving, elsewhere(sneak, serving.process.pid, seconds) as result:
         serving.wait()
         outside = beyond_loopback(listening(family(serving.process.pid)))
-        counts = result(seconds + 60)
+        counts = result(seconds + FIND_S + 60)
         serving.check_well()
     tries = counts.pop("tries", 0)
     check(tries, "the attacker did not find Ray's folder")

@@ -126,5 +126,5 @@ def test_another_user_of_the_machine_gets_nowhere(tmp_path):
     pytest.importorskip("grpc", reason="grpc is not installed")
     import ray_folder
 
-    figures = ray_folder.attack(tmp_path, seconds=15.0)
+    figures = ray_folder.attack(tmp_path, seconds=8.0)
     assert figures["tries"] > 20
