@@ -88,7 +88,7 @@ def test_a_run_goes_on_after_its_synchronizer_was_killed_and_after_an_fsync_that
         monkeypatch.setenv("LD_PRELOAD", str(library))
         monkeypatch.setenv("FAULT_FSYNC", str(order))
     run = tmp_path / "run"
-    served = programs.serve(run, *SMALL, "--seats", "2", "--workers", "1", "--arrivals", "100")
+    served = programs.serve(run, *SMALL, "--seats", "2", "--workers", "1", "--arrivals", "200")
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     guest = programs.join(served, "--name", "guest")
     wait_until(lambda: {m["name"] for m in served.status()["machines"]} == {"local-0", "guest"}, "two machines are here")
@@ -116,7 +116,7 @@ def test_a_run_goes_on_after_its_synchronizer_was_killed_and_after_an_fsync_that
     assert serve_result.out.count("HELOCO_TOKEN=heloco-worker") == 1, "the addresses are announced once"
     assert "The run is back." in guest_result.out and guest_result.out.endswith("The run has ended: all arrivals are in\n")
     wait_until(lambda: not workers_of(run, 1), "the local worker is gone")
-    assert_whole(run, 100)
+    assert_whole(run, 200)
 
 
 def test_parent_and_child_end_together(programs: Programs, tmp_path: Path) -> None:

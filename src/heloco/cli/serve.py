@@ -14,13 +14,13 @@ from heloco.cli.flags import Parser, add_config_flags, given_fields
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
-    from heloco.cluster.protocol.messages import MachineStatus, Right, Status
+    from heloco.cluster.protocol.messages import Right, Status
     from heloco.cluster.server.process import ListenConfig, ServeSpec
     from heloco.run import RunConfig
     from heloco.run.config import Settings
 
 FAREWELL_S = 15.0
-SILENT_S = 6.0  # three beats: a machine that is silent for so long will not hear of the end
+SILENT_BEATS = 3  # a machine that is silent for longer will not hear of the end
 LINGER_S = 1.2
 """Seconds to stay up after the end. `heloco watch` elsewhere looks twice a second, and must get the last lines."""
 PAGE = "heloco.cli.page:page_of"
@@ -288,12 +288,13 @@ def let_all_hear_of_it(engine: Engine) -> None:
     """Waits a while, so that machines that are still there can fetch the final model and leave."""
     now = time.monotonic()
     earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    while (now := time.monotonic()) < earliest or (now < latest and any(map(is_listening, engine.status().machines))):
+    while (now := time.monotonic()) < earliest or (now < latest and is_heard(engine.status())):
         time.sleep(0.1)
 
 
-def is_listening(machine: "MachineStatus") -> bool:
-    return not machine.is_away and machine.silent_s < SILENT_S
+def is_heard(status: "Status") -> bool:
+    """Whether a machine is still there to hear of the end."""
+    return any(not machine.is_away and machine.silent_s < SILENT_BEATS * status.beat_s for machine in status.machines)
 
 
 def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:

@@ -102,7 +102,7 @@ class Annealed:
     a run, while the inner learning rate is high, workers make the same large moves, so a sum above their mean overshoots.
     Later they have little in common, and the mean would be too short. c follows the cosine of the inner learning rate.
     correlation = 0, or a run of unknown length, is the base weight 1/√K. Otherwise K is the number of shards where there are
-    more of them than workers: so many rounds see all of the data, whoever does them.
+    more of them than workers: it takes that many rounds to see all of the data.
     """
 
     length: int = 0

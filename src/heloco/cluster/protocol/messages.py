@@ -299,6 +299,8 @@ class Status(Message, frozen=True, kw_only=True):
     participants: tuple[str, ...]
     participation_window: int
     min_workers: int
+    beat_s: float
+    """How often a machine reports, in seconds."""
     per_minute: float | None
     evaluations_due: int
     """Evaluations that are under way or wait."""

@@ -56,7 +56,7 @@ class Administration:
             outer_step=run.synchronizer.outer_step if run else 0, seats=state.roster.seats,
             participants=tuple(sorted(run.participants())) if run else (),
             participation_window=len(run.contributors) if run else 0, min_workers=state.config.cluster.min_workers,
-            per_minute=run.rates(now_s)["per_minute"] if run else None,
+            beat_s=state.config.cluster.beat_s, per_minute=run.rates(now_s)["per_minute"] if run else None,
             evaluations_due=run.evaluations.waiting if run and run.evaluations else 0,
             machines=tuple(self._machine_status(machine, now_s) for machine in state.roster),
         )  # fmt: skip

@@ -34,9 +34,9 @@ class ScorerAnswer(Struct, frozen=True):
     """What the process answers about one model. As JSON of the standard library, because scores may be NaN, which msgspec does
     not write."""
 
-    scores: Scores = {}
+    scores: Scores | None = None
     error: str = ""
-    """Why there are no scores; empty if there are some."""
+    """For people: why there are no scores."""
 
     def encode(self) -> bytes:
         return json.dumps(structs.asdict(self)).encode() + b"\n"
@@ -88,7 +88,7 @@ class ScorerProcess:
         except OSError:  # it was killed, for example because memory was short: once more
             self._end()
             answer = self._ask(model)
-        if answer.error:
+        if answer.scores is None:
             raise UserError(answer.error)
         return answer.scores
 
