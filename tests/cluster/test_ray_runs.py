@@ -190,7 +190,7 @@ def stopped_with_a_round(engine: RaySupervisor, worker: WorkerStatus) -> Machine
 def broken(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run whose worker is killed, and later its synchronizer, each in the middle of everything."""
     folder = tmp_path_factory.mktemp("broken") / "run"
-    arrivals = 60
+    arrivals = 120
     messages: list[str] = []
     with RaySupervisor(
         spec_of(config(arrivals=arrivals, inner_steps=30, beat_s=BEAT_S), folder),
