@@ -143,6 +143,22 @@ def test_no_round_is_run_that_arrives_after_the_end(monkeypatch: pytest.MonkeyPa
     assert sum(step_counts) == 12 * 3
 
 
+def test_runs_that_cannot_share_a_stack_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = []
+    original = StackedInner.begin
+
+    def noting(self: StackedInner, jobs: Sequence[Any]) -> Any:
+        kinds.extend(job.kind.clip for job in jobs)
+        return original(self, jobs)
+
+    monkeypatch.setattr(StackedInner, "begin", noting)
+    task, watcher = language(), RecordingWatcher()
+    planned = [PlannedRun(f"run {i}", task, config(method="mla", seed=i, clip=[0.1, 1.0][i % 2])) for i in range(4)]
+    run_fleet(planned, watcher, device=CPU)
+    assert kinds == sorted(kinds) and set(kinds) == {0.1, 1.0}
+    assert watcher.collectors.keys() == {each.key for each in planned}
+
+
 def test_a_run_that_diverges_does_not_hold_up_the_others() -> None:
     task = language()
     wild = config(method="mla", lr=1e30, weight_decay=1e30, max_refusals=3)

@@ -10,12 +10,15 @@ that is left takes at full width; urgent rounds go first, longest chain first. E
 one after the other and an interrupted study keeps most of what it did. The stack stays full to the end that way, as long as it is
 no wider than all steps over the longest chain. On a GPU two waves of half that width are under way: while one is computed, the
 host takes in the results of the other.
+
+A stack trains one architecture with one kind of inner optimizer. Runs of another kind begin when the last of those before has
+ended: otherwise the two kinds would take the device's memory from each other, and each would record its stack again and again.
 """
 
 import copy
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -26,6 +29,7 @@ from torch import nn
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import RunStopped
+from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
 from heloco.methods import get_method
 from heloco.policy import inner_steps
@@ -90,6 +94,9 @@ def host_work_first(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
+StackKey = tuple[Hashable, InnerOptions]
+
+
 @dataclass
 class _Member:
     """A run and what its schedule, which needs no training, tells beforehand."""
@@ -102,6 +109,13 @@ class _Member:
     collected: Collector = field(default_factory=Collector)
     busy_workers: set[int] = field(default_factory=set)
     """Workers whose rounds are being computed."""
+
+    @property
+    def stack_key(self) -> StackKey:
+        """Runs with equal keys can share a stack."""
+        task = self.planned.task
+        model = (task.model_config, task.context) if isinstance(task, LanguageTask) else id(task)
+        return model, kind_of(self.planned.config.inner)
 
     def needed(self) -> list[Round]:
         """Those of the rounds under way that arrive before the end (or, after refusals, the one that the clock waits for)."""
@@ -130,15 +144,19 @@ class Fleet:
         self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]
     ) -> None:
         self.watcher, self.device, self.stopping = watcher, device, stopping
-        self.waiting = [make_member(order, each) for order, each in enumerate(planned)]
+        members = [make_member(order, each) for order, each in enumerate(planned)]
+        keys = list(dict.fromkeys(member.stack_key for member in members))
+        self.waiting = sorted(members, key=lambda member: keys.index(member.stack_key))
         self.running: list[_Member] = []
         self.steps_total = sum(member.steps_left for member in self.waiting)
         self.steps_done = 0
         self._memory = free_memory(device)
-        longest = max((max(member.chains.values()) for member in self.waiting), default=1)
         self._waves = WAVES.get(device.type, 1)
-        self._wanted_width = max(1, min(self.steps_total // (longest * self._waves), WIDEST.get(device.type, 8)))
-        self._inners: dict[Any, StackedInner] = {}
+        self._key: StackKey | None = None
+        """Of the runs that are running."""
+        self._inner: StackedInner | None = None
+        """Theirs."""
+        self._wanted_width = 1
         self._models: dict[int, nn.Module] = {}
 
     def run(self) -> None:
@@ -157,7 +175,8 @@ class Fleet:
         for member, worker_round in wave:
             member.busy_workers.add(worker_round.worker)
         jobs = [Job(worker_round, member.planned.task, member.planned.config.inner) for member, worker_round in wave]
-        return self._inner(jobs[0].task).begin(jobs)
+        assert self._inner is not None
+        return self._inner.begin(jobs)
 
     def _take_in(self, wave: Wave, results: Results) -> None:
         for (member, worker_round), contribution in zip(wave, results(), strict=True):
@@ -177,8 +196,7 @@ class Fleet:
         every = [(member, worker_round) for member in self.running for worker_round in member.needed()]
         if not every:
             return []
-        everybody = (*self.running, *self.waiting)
-        stack_steps_left = sum(member.steps_left for member in everybody) / (self._wanted_width * self._waves)
+        stack_steps_left = sum(member.steps_left for member in self._alike()) / (self._wanted_width * self._waves)
 
         def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
             member, worker_round = candidate
@@ -186,24 +204,21 @@ class Fleet:
             return (False, -chain, member.order) if chain >= URGENT * stack_steps_left else (True, 0, member.order)
 
         every.sort(key=place)
-        first, leading = every[0]
-        inner = self._inner(first.planned.task)
-        kind = kind_of(first.planned.config.inner)
-        alike = [
-            (member, worker_round)
-            for member, worker_round in every
-            if worker_round.inner_steps <= leading.inner_steps
-            and self._inner(member.planned.task) is inner
-            and kind_of(member.planned.config.inner) == kind
-        ]
-        alike.sort(key=lambda each: each[1].inner_steps != leading.inner_steps)
-        return alike[: inner.width]
+        _, leading = every[0]
+        shorter = [each for each in every if each[1].inner_steps <= leading.inner_steps]
+        shorter.sort(key=lambda each: each[1].inner_steps != leading.inner_steps)
+        assert self._inner is not None
+        return shorter[: self._inner.width]
 
     # ---- runs come and go
 
     def _admit(self) -> None:
         """As many runs as the memory that is set aside for them holds, in their order; one in any case."""
         while self.waiting:
+            if self.waiting[0].stack_key != self._key:
+                if self.running:
+                    return
+                self._begin_stack(self.waiting[0])
             held = sum(map(self._run_bytes, self.running))
             if self.running and held + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
                 return
@@ -240,14 +255,20 @@ class Fleet:
             self._models[id(task)] = task.build_model().to(self.device)
         return self._models[id(task)]
 
-    def _inner(self, task: Task) -> StackedInner:
-        """Tasks that train one architecture with one loss share a stack."""
-        key = (task.model_config, task.context) if isinstance(task, LanguageTask) else id(task)
-        if key not in self._inners:
-            slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
-            width = max(1, min(self._wanted_width, int(slices)))
-            self._inners[key] = StackedInner(task, device=self.device, width=width)
-        return self._inners[key]
+    def _alike(self) -> list[_Member]:
+        """All that share the stack, now or later."""
+        return [member for member in (*self.running, *self.waiting) if member.stack_key == self._key]
+
+    def _begin_stack(self, first: _Member) -> None:
+        self._key, task = first.stack_key, first.planned.task
+        alike = self._alike()
+        longest = max(max(member.chains.values()) for member in alike)
+        steps = sum(member.steps_left for member in alike)
+        self._wanted_width = max(1, min(steps // (longest * self._waves), WIDEST.get(self.device.type, 8)))
+        slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
+        width = max(1, min(self._wanted_width, int(slices)))
+        self._inner = None  # its memory first
+        self._inner = StackedInner(task, device=self.device, width=width)
 
 
 def make_member(order: int, planned: PlannedRun) -> _Member:
