@@ -8,11 +8,12 @@ restart continues from what is on the disk.
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of a machine that is short of memory or descriptors at the moment: the same call may succeed later."""
 WRITE_PIECE_BYTES = 1 << 16
+SMALL_MAPPING_BYTES = 8 << 20
 
 
 class NotDurable(RunStopped):
@@ -82,7 +84,17 @@ def drop_mapped_pages(address: int, size: int) -> None:
     """Gives back whole pages of a mapping from a file or from Ray's store. Only for memory that was read and not written."""
     first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
     if sys.platform == "linux" and first < last:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def release_for(size: int) -> Callable[[int, int], None] | None:
+    """How a mapping of this size is given back while it is read. A small one is not: that would take longer than reading it."""
+    return drop_mapped_pages if size > SMALL_MAPPING_BYTES else None
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def file_digest(path: Path) -> str:

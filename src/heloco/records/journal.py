@@ -208,7 +208,10 @@ class Journal:
         self._file = copy
 
     def make_durable(self, tensors: int | None = None) -> None:
-        """Makes all events durable, after the open file `tensors` of the last contribution, if given."""
+        """Makes all events durable, after the open file `tensors` of the last contribution, if given.
+
+        One after the other, although together would be faster: if `acknowledged` is lost too, nobody knows afterwards whether an
+        event without its tensors was ever acknowledged."""
         if tensors is not None:
             make_durable(tensors, contribution_path(self.folder, self.end.number))
             make_durable(self._folder_handle, self.folder)

@@ -16,7 +16,7 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import Upload, refuse_for_disk
-from heloco.disk import drop_mapped_pages
+from heloco.disk import release_for
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
 from heloco.records.run_files import TAPE
@@ -79,7 +79,7 @@ class Contributions:
                     raise refuse_for_disk(error, upload.path) from error
                 except ValueError:  # the file is closed if the machine was evicted in the meantime
                     raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
-                if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), drop_mapped_pages)):
+                if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), release_for(upload.size))):
                     self._refuse(ticket, key)
                 del tensors
                 return self._apply(ticket, key, report, upload)

@@ -21,7 +21,7 @@ from heloco.cluster.server.evaluation_queue import EvaluationDue, EvaluationQueu
 from heloco.cluster.server.machine_book import MachineBook
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload
-from heloco.disk import drop_mapped_pages, file_digest
+from heloco.disk import file_digest, release_for
 from heloco.engine.local import Observer, evaluation_record, is_due
 from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
@@ -219,7 +219,7 @@ class JournaledRun:
         return Contribution(
             event.worker, event.round, event.version,
             blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), blocks.blocks_of(blocks.BUFFER, tensors),
-            event.loss, event.last_loss, event.samples, event.units, release=drop_mapped_pages,
+            event.loss, event.last_loss, event.samples, event.units, release=release_for(event.bytes),
         )  # fmt: skip
 
     def _arrive(self, event: Receive, contribution: Contribution, concurrent_work: Callable[[], None]) -> Acknowledgement:
