@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
 
-.PHONY: train test test-long soak attack lint bench bench-gpu pictures setup setup-dev clean
+.PHONY: train test test-long soak attack lint bench bench-cluster bench-gpu pictures setup setup-dev clean
 
 train: setup
 	$(BIN)/heloco train
@@ -44,6 +44,12 @@ bench: setup-dev
 	$(BIN)/python benchmarks/outer_step.py
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/simulation_overhead.py
+
+# evaluations, checkpoints and viewers beside arrivals; memory; about half an hour, on a computer that does nothing else
+bench-cluster: setup-dev
+	$(BIN)/python benchmarks/many_machines.py
+	$(BIN)/python benchmarks/arrival.py
+	$(BIN)/python benchmarks/latency.py
 
 bench-gpu: setup-dev
 	$(BIN)/python benchmarks/outer_step_gpu.py

@@ -12,7 +12,8 @@ from heloco.errors import nearest
 class Knob:
     """One constant of a rule, as metadata of its type: `c: Annotated[float, Knob(0.0, "Its meaning.", "[0, 1)")]`."""
 
-    default: Any
+    default: Any = None
+    """Where the knob annotates a parameter with a default, that one counts."""
     about: str = ""
     interval: str = ""
     """The range of a number as in a paper: "[0, 1)", "[0, ∞)", "(−∞, ∞)"; empty: any."""
@@ -62,7 +63,7 @@ def knobs_of_signature(function: Callable[..., Any], skipped: tuple[str, ...] = 
 
 def _knob(name: str, hint: Any) -> Knob:
     kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    knob = next((item for item in metadata if isinstance(item, Knob)), Knob(None))
+    knob = next((item for item in metadata if isinstance(item, Knob)), Knob())
     return replace(knob, name=name, kind=kind)
 
 

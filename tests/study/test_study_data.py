@@ -16,7 +16,7 @@ from heloco.policy import Drop, inner_steps, make_choice, make_weight
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.study.grid import deciding_settings, digest, grid, once_for_all_paces, row_time, total_steps
+from heloco.study.grid import digest, grid, once_for_all_paces, row_time, settings_of, total_steps
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
 from heloco.study.results import PlacedRun
@@ -270,7 +270,7 @@ def test_studies_have_no_norm_guard_and_their_digests_know_nothing_of_it(name, s
     """Their runs were kept before there was one."""
     for place in grid(load_study(name), scale=scale, seeds=1):
         assert place.config.outer.norm_limit == "off"
-        assert not {"norm_limit", "norm_policy"} & deciding_settings(place.config).keys()
+        assert not {"norm_limit", "norm_policy"} & settings_of(place.config).keys()
 
 
 def test_the_runs_in_the_results_are_those_of_the_studies():
@@ -280,9 +280,7 @@ def test_the_runs_in_the_results_are_those_of_the_studies():
     def text_of(settings: dict[str, object]) -> str:
         return json.dumps({name: value for name, value in settings.items() if name not in told_by_data}, sort_keys=True)
 
-    planned = {
-        text_of(deciding_settings(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)
-    }
+    planned = {text_of(settings_of(place.config)) for name in names() for place in grid(load_study(name), scale="paper", seeds=3)}
     records = [json.loads(path.read_text()) for path in (REPOSITORY / "results" / "runs").glob("*.json")]
     assert len(records) > 100
     assert {text_of(record["settings"]) for record in records} <= planned
@@ -297,7 +295,7 @@ def test_a_study_may_have_a_norm_guard():
         methods=["mla"],
         settings={"norm_limit": 5, "norm_policy": "refuse"},
     )
-    settings = deciding_settings(place.config)
+    settings = settings_of(place.config)
     assert (settings["norm_limit"], settings["norm_policy"]) == (5.0, "refuse")
 
 

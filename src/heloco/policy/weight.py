@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 from heloco.errors import UserError
 from heloco.knobs import Knob, knobs_of_signature
@@ -50,7 +50,7 @@ class Average:
 class Constant:
     """ρ = value."""
 
-    value: float = 1.0
+    value: Annotated[float, Knob(about="ρ of the constant weight.")] = 1.0
 
     def __post_init__(self) -> None:
         _finite("weight_value", self.value)
@@ -63,7 +63,7 @@ class Constant:
 class Polynomial:
     """ρ = √K/K · (1+τ)^−exponent: Liu's discount of stale contributions (exponent ½)."""
 
-    exponent: float = 0.5
+    exponent: Annotated[float, Knob(about="The polynomial weight's exponent.")] = 0.5
 
     def __post_init__(self) -> None:
         _finite("weight_exponent", self.exponent)
@@ -80,8 +80,8 @@ class Share:
     Rescaled ASGD and FedStaleWeight, read off the counts. A ceiling of 2 was seen to diverge at paces (1,15,15,15,15).
     """
 
-    floor: float = 0.25
-    ceiling: float = 1.5
+    floor: Annotated[float, Knob(about="The share weight's lower clip.")] = 0.25
+    ceiling: Annotated[float, Knob(about="The share weight's upper clip.")] = 1.5
 
     def __post_init__(self) -> None:
         _finite("weight_floor", self.floor)
@@ -107,7 +107,7 @@ class Annealed:
 
     length: int = 0
     """The arrivals of the whole run; 0: not known."""
-    correlation: float = 1.0
+    correlation: Annotated[float, Knob(about="The annealed and discounted weights' c at the start of the run.")] = 1.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.correlation <= 1:

@@ -8,9 +8,7 @@ from typing import Literal, get_type_hints
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions
-from heloco.knobs import declared_knobs
 from heloco.methods import get_method
-from heloco.outer.constants import DelayKnobs, HeLoCoKnobs
 from heloco.policy import SHARD_POLICIES, Drop, make_guard, weight_knobs
 from heloco.task import BUILT_IN_TASKS, TASKS
 from heloco.task.gpt import GPTConfig, preset
@@ -87,20 +85,10 @@ class OuterConfig:
     method: str = "heloco-ramp"
     """The outer method; `heloco methods` lists them with their knobs."""
     knobs: dict[str, object] = field(default_factory=dict)
-    """The rule's knobs that were given, by the names of their settings; once resolved, all of them. So are the options of an
-    arrival weight of the user's own. In TOML and as flags they stand among the other settings."""
+    """The rule's knobs that were given, by the names of their settings; once resolved, all of them. Also the options of the
+    arrival weight that were given. In TOML and as flags they stand among the other settings."""
     weight: str | None = None
     """The arrival weight ρ; unset: the method's own."""
-    weight_value: float | None = None
-    """ρ of the constant weight."""
-    weight_exponent: float | None = None
-    """The polynomial weight's exponent."""
-    weight_floor: float | None = None
-    """The share weight's lower clip."""
-    weight_ceiling: float | None = None
-    """The share weight's upper clip."""
-    weight_correlation: float | None = None
-    """The annealed and discounted weights' c at the start of the run."""
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
@@ -166,12 +154,7 @@ class RunConfig:
 
     def digest(self) -> str:
         """Identifies everything that decides the result of the run. The settings of [cluster] are not part of it."""
-        sections = {section: values for section, values in by_section(self).items() if section != "cluster"}
-        unused = unused_settings(self)
-        deciding = {
-            section: {name: value for name, value in values.items() if name not in unused} for section, values in sections.items()
-        }
-        return hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(deciding_settings(self), sort_keys=True).encode()).hexdigest()
 
 
 Settings = dict[str, object]
@@ -189,7 +172,6 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix. Knobs: see `settings.py`."""
 
 GUARD = ("norm_limit", "norm_policy")
-WEIGHT_FIELDS = tuple(f.name for f in fields(OuterConfig) if f.name.startswith("weight_"))
 DERIVED: dict[str, tuple[str, ...]] = {
     "preset": ("width", "layers", "heads", "context", "hf"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer"),
@@ -198,20 +180,20 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "paces": ("schedule_steps",),
     "inner_steps": ("schedule_steps",),
     "arrivals": ("schedule_steps",),
-    "method": ("weight", *WEIGHT_FIELDS),
+    "method": ("weight",),
 }
 """Field -> the fields whose values `resolve` or the data fill in from it, or whose place it takes. A method decides knobs too."""
-YOUNGER = ("weight_correlation", "second_moment", "inner_momentum")
-"""Settings that came after runs were kept, and are unset where they are not used."""
 
 
-def unused_settings(config: RunConfig) -> set[str]:
-    """Settings that came after runs were kept and that this one does not use: its digest is the one it had without them."""
-    unused = set() if config.model.hf else {"hf"}
-    unused |= {"inner_optimizer"} if config.inner.inner_optimizer == "adamw" else set()
-    young = {name: getattr(config.outer, name, getattr(config.inner, name, None)) for name in YOUNGER}
-    unused |= {name for name, value in young.items() if value in (None, "")}
-    return unused | (set(GUARD) if config.outer.norm_limit == "off" else set())
+def deciding_settings(config: RunConfig) -> dict[str, Settings]:
+    """What decides the result of a run, by section: all settings that are set, but for [cluster] and those without an effect."""
+    idle = set(GUARD) if config.outer.norm_limit == "off" else set()
+    idle |= {"inner_optimizer"} if config.inner.inner_optimizer == "adamw" else set()  # runs were kept before there were others
+    return {
+        section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}
+        for section, values in by_section(config).items()
+        if section != "cluster"
+    }
 
 
 def knob_setting(knob: str) -> str:
@@ -219,15 +201,11 @@ def knob_setting(knob: str) -> str:
     return f"outer_{knob}" if knob in FIELDS or knob.startswith("weight_") else knob
 
 
-_SETTINGS_OF_FIRST_RULES = {knob_setting(name): None for rule in (HeLoCoKnobs, DelayKnobs) for name in declared_knobs(rule)}
-"""Digests have held these from the first, as null where they are unset."""
-
-
 def by_section(config: RunConfig) -> dict[str, Settings]:
     """All settings by section and name; None: unset."""
     sections = asdict(config)
     knobs = sections["outer"].pop("knobs")
-    sections["outer"] |= {**_SETTINGS_OF_FIRST_RULES, **knobs}
+    sections["outer"] |= knobs
     return sections
 
 
@@ -241,9 +219,7 @@ def weight_options(config: OuterConfig) -> Settings:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
     weight = config.weight or get_method(config.method).weight
     knobs = weight_knobs(weight)
-    settings = {name: getattr(config, name) for name in WEIGHT_FIELDS if getattr(config, name) is not None}
-    settings |= {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
-    options = {name.removeprefix("weight_"): value for name, value in settings.items()}
+    options = {name.removeprefix("weight_"): value for name, value in config.knobs.items() if name.startswith("weight_")}
     for name in options:
         if name not in knobs:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")

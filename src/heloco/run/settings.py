@@ -36,11 +36,10 @@ def named_in(config: RunConfig) -> list[tuple[Registry[Any], str]]:
 
 
 def knob_settings() -> dict[str, Knob]:
-    """The knobs of all rules, and the options of arrival weights that no field has, by the names of their settings."""
+    """The knobs of all rules and the options of all arrival weights, by the names of their settings."""
     knobs = {knob_setting(name): knob for method in METHODS.values() for name, knob in method.rule.knobs.items()}
     for weight in WEIGHTS:
-        weight_settings = {f"weight_{name}": knob for name, knob in weight_knobs(weight).items() if name != "length"}
-        knobs |= {name: knob for name, knob in weight_settings.items() if name not in FIELDS}
+        knobs |= {f"weight_{name}": knob for name, knob in weight_knobs(weight).items() if name != "length"}
     return knobs
 
 

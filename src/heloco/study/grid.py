@@ -10,7 +10,7 @@ from heloco.errors import UserError, nearest
 from heloco.methods import get_method
 from heloco.policy import inner_steps
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import RECIPES, Settings, by_section, unused_settings
+from heloco.run.config import RECIPES, Settings, deciding_settings
 from heloco.run.values import convert
 from heloco.study.spec import Part, Study
 
@@ -161,17 +161,15 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
 # ---- what identifies a run, and what it costs
 
 
-def deciding_settings(config: RunConfig) -> Settings:
-    """The settings that decide what a run does, by name."""
-    sections = [values for section, values in by_section(config).items() if section != "cluster"]
-    settings = {name: value for section in sections for name, value in section.items() if name not in APART}
-    unused = unused_settings(config)
-    return {name: value for name, value in settings.items() if value not in (None, "") and name not in unused}
+def settings_of(config: RunConfig) -> Settings:
+    """The settings that decide what a run does on the same data, by name."""
+    sections = deciding_settings(config).values()
+    return {name: value for section in sections for name, value in section.items() if name not in APART}
 
 
 def digest(config: RunConfig, task_digest: str) -> str:
     """Names a run: the same for whoever makes it, wherever the data lies."""
-    content = {"format": FORMAT, "task": task_digest, "settings": deciding_settings(config)}
+    content = {"format": FORMAT, "task": task_digest, "settings": settings_of(config)}
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -14,7 +14,7 @@ from heloco.records.json_numbers import shorten_number
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
 from heloco.run.config import Settings
-from heloco.study.grid import FORMAT, deciding_settings, digest
+from heloco.study.grid import FORMAT, digest, settings_of
 
 Numbers = list[float | None]
 
@@ -82,7 +82,7 @@ def make_record(config: RunConfig, task_digest: str, collected: Collector, diver
         format=FORMAT,
         digest=digest(config, task_digest),
         task=task_digest,
-        settings=deciding_settings(config),
+        settings=settings_of(config),
         verdict="diverged" if diverged else "finished",
         reason=diverged,
         time_s=summary.time_s,
