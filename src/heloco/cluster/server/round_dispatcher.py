@@ -56,16 +56,19 @@ class RoundDispatcher:
         if not self._free_seats(machine):
             return Wait(kind="no-seat", text="all workers' rounds are under way")
         grace_left_s = self._grace_until_s - state.now_s
-        if grace_left_s > 0 and state.run.synchronizer.held:
+        if grace_left_s > 0:
             return Wait(kind="grace", text="others that arrive in a moment start together with it", ask_again_s=grace_left_s)
         return None
 
     def note_arrival(self) -> None:
-        """Begins a grace period with the first arrival after the last one. Until it is over, or there is nobody left to wait for, no
-        round begins: whoever starts just before the others arrive works from an old model."""
-        rounds, now_s = self.state.config.rounds, self.state.now_s
-        if rounds.grace and now_s > self._grace_until_s:
-            self._grace_until_s = now_s + rounds.grace * rounds.inner_steps * (self._reference_pace() or 0.0)
+        """Begins a grace period with the first arrival after the last one, and ends it when there is nobody left to wait for. No
+        round begins in it: whoever starts just before the others arrive works from an old model."""
+        state, rounds = self.state, self.state.config.rounds
+        assert state.run is not None
+        if not state.run.synchronizer.held:
+            self._grace_until_s = state.now_s
+        elif rounds.grace and state.now_s > self._grace_until_s:
+            self._grace_until_s = state.now_s + rounds.grace * rounds.inner_steps * (self._reference_pace() or 0.0)
 
     def _free_seats(self, machine: Machine) -> list[int]:
         """Seats whose next round the machine may do now: not under way, and not waiting at a barrier."""
