@@ -80,7 +80,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(words, says, tmp_path):
         ("--arrivals -3", "arrivals is -3"),
         ("--arrivals 1.5", "arrivals cannot be '1.5': give a whole number."),
         ("--inner-steps 0", "inner_steps is 0: a round needs at least one step."),
-        ("--grace-s nan", "grace_s is nan"),
+        ("--grace nan", "grace is nan"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "schedule"])

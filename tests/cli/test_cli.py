@@ -66,7 +66,7 @@ def test_dylu_gives_slow_workers_fewer_steps():
 
 
 def test_a_grace_period_lets_the_next_join():
-    without, grace = (schedule("--paces", "1,1.2", "--inner-steps", "1", "--arrivals", "4", "--grace-s", g) for g in ("0", "0.5"))
+    without, grace = (schedule("--paces", "1,1.2", "--inner-steps", "1", "--arrivals", "4", "--grace", g) for g in ("0", "0.5"))
     assert (without["time_s"], grace["time_s"]) == (2.4, 2.7)
     assert [w["mean_staleness"] for w in grace["workers"]] == [0, 1]
 

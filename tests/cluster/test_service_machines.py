@@ -138,6 +138,27 @@ def test_a_machine_too_far_behind_is_told_so_and_gets_a_fresh_round(tmp_path, cl
     assert service.state.book.get(slow.id).wasted == 0  # it was not its fault
 
 
+def test_a_grace_period_lets_machines_that_arrive_soon_after_each_other_start_together(tmp_path, clock):
+    service = opened(tmp_path / "run", clock, inner_steps=20, grace=0.1)
+    hands = [Hand(service, name) for name in ("one", "two", "three")]
+    assert {hand.take().version for hand in hands} == {0}
+    one, two, three = hands
+    clock.now += 20.0
+    one.hand_in(delta(1))  # 1 s a step, so the others have 2 s
+    assert one.take() == Wait(kind="grace", text="others that arrive in a moment start together with it", ask_again_s=2.0)
+    clock.now += 1.5
+    two.hand_in(delta(2))  # within the period, which it does not prolong
+    assert [hand.take().ask_again_s for hand in (one, two)] == [0.5, 0.5]
+    clock.now += 0.5
+    assert [hand.take().version for hand in (one, two)] == [2, 2]  # three is late
+    clock.now += 1.0
+    three.hand_in(delta(3))
+    assert isinstance(three.take(), Wait)
+    for hand in (one, two):
+        hand.hand_in(delta(4))
+    assert {hand.take().version for hand in hands} == {5}  # everybody is in, so nobody waits any longer
+
+
 def test_dylu_gives_slow_machines_fewer_steps(tmp_path, clock):
     service = opened(tmp_path / "run", clock, steps="dylu", inner_steps=20)
     quick, slow = Hand(service, "quick"), Hand(service, "slow")

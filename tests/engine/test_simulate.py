@@ -108,7 +108,7 @@ def test_every_method_runs_on_the_built_in_languages(method):
         {"weight": "polynomial", "weight_exponent": 1.0},
         {"lr_position": "run", "warmup": 3},
         {"clip": 0.1, "accumulate": 2},
-        {"grace_s": 3.0},
+        {"grace": 0.5},
     ],
     ids=str,
 )
@@ -125,7 +125,7 @@ def test_every_setting_makes_a_difference_and_no_trouble(settings):
 @pytest.mark.parametrize("method", ["heloco", "sync-nesterov"])
 def test_the_tapes_times_are_those_of_the_schedule(method):
     paces = (0.1, 0.3, 0.7)
-    result = heloco.simulate(regression(), method=method, paces=paces, inner_steps=3, arrivals=20, grace_s=0.05, device="cpu")
+    result = heloco.simulate(regression(), method=method, paces=paces, inner_steps=3, arrivals=20, grace=1 / 6, device="cpu")
     planned = schedule(paces_s=paces, inner_steps=[3] * 3, arrivals=20, barrier=METHODS[method].barrier, grace_s=0.05)
     ours = [(line.time_s, line.worker, line.version, line.staleness) for line in result.tape]
     assert ours == [(time_s, a.worker, a.version, a.staleness) for time_s, a in planned]

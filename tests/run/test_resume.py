@@ -35,7 +35,7 @@ SETTINGS = {
     "Liu's shards": ("--assign", "liu", "--paces", "1,2,3,3,3,3,4"),
     "dropped as zero": ("--drop", "zero", "--drop-above", "0"),
     "dropped by skipping": ("--drop", "skip", "--drop-above", "0"),
-    "DyLU with grace": ("--steps", "dylu", "--inner-steps", "6", "--paces", "1,2,3,4,5", "--grace-s", "1.5"),
+    "DyLU with grace": ("--steps", "dylu", "--inner-steps", "6", "--paces", "1,2,3,4,5", "--grace", "0.25"),
     "much of the inner loop": (
         "--accumulate",
         "2",

@@ -166,7 +166,7 @@ first_seed = 5
 {study_text}
 alone = {{ paces = [2, 2, 2, 2, 2], seeds = 1 }}
 [methods]
-dylu = {{ method = "mla", steps = "dylu", inner_steps = 6, grace_s = 1 }}
+dylu = {{ method = "mla", steps = "dylu", inner_steps = 6, grace = 0.2 }}
 mla = {{ inner_steps = 6, rows = ["1,1,6,6,6", "1,1,1,1,1"] }}
 sync-nesterov = {{ inner_steps = 6, rows = ["1,1,6,6,6", "1,1,1,1,1"] }}
 {table.format("Asynchronous", "mla")}

@@ -253,7 +253,7 @@ def test_behind_a_barrier_a_methods_own_eval_every_holds_and_a_studys_does_not()
 
 
 def test_what_paces_decide_behind_a_barrier_is_not_folded():
-    for settings in ({"steps": "dylu"}, {"grace_s": 1.0}):
+    for settings in ({"steps": "dylu"}, {"grace": 0.1}):
         config = resolve(with_fields(RunConfig(), {"method": "sync-nesterov", "paces": [1, 2], **settings}))
         assert once_for_all_paces(config) == (config, 1.0)
     for name, method in METHODS.items():

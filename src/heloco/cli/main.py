@@ -117,7 +117,7 @@ def add_schedule_flags(parser: Parser) -> None:
     parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
     parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
     parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
-    parser.add_argument("--grace-s", metavar="X", default="0", help="grace period in virtual seconds [0]")
+    parser.add_argument("--grace", metavar="X", default="0", help="grace period, a share of the fastest worker's round [0]")
     parser.add_argument("--events", action="store_true", help="list every arrival")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -322,24 +322,16 @@ def export(parsed: argparse.Namespace) -> int:
 def schedule(parsed: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from heloco.engine.schedule import schedule as arrivals_of
-    from heloco.engine.schedule import summarize
-    from heloco.methods import get_method
+    from heloco.engine.schedule import planned_arrivals, summarize
     from heloco.policy import inner_steps
     from heloco.report.terminal import schedule_table
     from heloco.run import RunConfig, resolve, with_fields
 
-    names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace_s")
+    names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace")
     config = resolve(with_fields(RunConfig(), {name: getattr(parsed, name) for name in names}))
     rounds = config.rounds
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
-    events = arrivals_of(
-        paces_s=rounds.paces,
-        inner_steps=steps,
-        arrivals=config.run.arrivals,
-        barrier=get_method(config.outer.method).barrier,
-        grace_s=rounds.grace_s,
-    )
+    events = planned_arrivals(config)
     arrivals = list(events) if parsed.events else []
     time_s, shares = summarize(iter(arrivals) if parsed.events else events, steps)
     if parsed.json:

@@ -27,12 +27,10 @@ import torch
 from torch import nn
 
 from heloco.engine.local import Collector, LocalRun, StopRequested
-from heloco.engine.schedule import chains, schedule
+from heloco.engine.schedule import chains, planned_arrivals
 from heloco.errors import RunStopped
 from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
-from heloco.methods import get_method
-from heloco.policy import inner_steps
 from heloco.run import RunConfig
 from heloco.synchronizer import Round
 from heloco.task import Task
@@ -274,16 +272,8 @@ class Fleet:
 def make_member(order: int, planned: PlannedRun) -> _Member:
     config = planned.config
     check_stackable(config.inner)
-    rounds = config.rounds
-    events = schedule(
-        paces_s=rounds.paces,
-        inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
-        arrivals=config.run.arrivals,
-        barrier=get_method(config.outer.method).barrier,
-        grace_s=rounds.grace_s,
-    )
-    event_list = list(events)
-    return _Member(order, planned, chains(event_list), sum(arrival.inner_steps for _, arrival in event_list))
+    events = list(planned_arrivals(config))
+    return _Member(order, planned, chains(events), sum(arrival.inner_steps for _, arrival in events))
 
 
 def _bytes(model: nn.Module) -> int:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 from heloco.engine.simulation import Simulation
 from heloco.ledger import Ledger
-from heloco.policy import make_choice, make_weight
+from heloco.methods import get_method
+from heloco.policy import inner_steps, make_choice, make_weight
+from heloco.run import RunConfig
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 
 ENDLESS = 1 << 62
@@ -43,6 +45,16 @@ def schedule(
         else:
             under_way = simulation.next_needed()
             simulation.give(Contribution(under_way.worker, under_way.index, under_way.version))
+
+
+def planned_arrivals(config: RunConfig, arrivals: int | None = None) -> Iterator[tuple[float, Arrival]]:
+    """The arrivals of a simulation with this config, or this many of them."""
+    rounds = config.rounds
+    return schedule(
+        paces_s=rounds.paces, inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
+        arrivals=config.run.arrivals if arrivals is None else arrivals,
+        barrier=get_method(config.outer.method).barrier, grace_s=rounds.grace_s,
+    )  # fmt: skip
 
 
 def chains(events: Iterable[tuple[float, Arrival]]) -> dict[tuple[int, int], int]:

@@ -74,8 +74,13 @@ class RoundsConfig:
     """H for all, or DyLU: in proportion to a worker's speed."""
     assign: str = "fixed"
     """Which shard a round takes: the worker's own, the least visited, Liu's probability, or a policy of your own by its name."""
-    grace_s: float = 0.0
-    """Virtual seconds after an arrival in which others may still join before anybody starts again."""
+    grace: float = 0.0
+    """How long others may still arrive after a first one before anybody starts again: a share of the fastest worker's round."""
+
+    @property
+    def grace_s(self) -> float:
+        """The same in virtual seconds."""
+        return self.grace * self.inner_steps * min(self.paces)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +193,6 @@ DERIVED: dict[str, tuple[str, ...]] = {
 def deciding_settings(config: RunConfig) -> dict[str, Settings]:
     """What decides the result of a run, by section: all settings that are set, but for [cluster] and those without an effect."""
     idle = set(GUARD) if config.outer.norm_limit == "off" else set()
-    idle |= {"inner_optimizer"} if config.inner.inner_optimizer == "adamw" else set()  # runs were kept before there were others
     return {
         section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}
         for section, values in by_section(config).items()
@@ -328,7 +332,7 @@ def _resolve_rounds(config: RoundsConfig) -> RoundsConfig:
         raise UserError(f"{config.workers} workers but {len(paces)} paces: give one pace per worker, or one for all.")
     if config.inner_steps < 1:
         raise UserError(f"inner_steps is {config.inner_steps}: a round needs at least one step.")
-    if not 0 <= config.grace_s <= 1e9:
-        raise UserError(f"grace_s is {config.grace_s}: give seconds from 0 to 1e9.")
+    if not 0 <= config.grace <= 1e6:
+        raise UserError(f"grace is {config.grace}: give a share of a round, such as 0.025.")
     SHARD_POLICIES.find(config.assign)
     return replace(config, paces=paces, workers=0)  # the paces say it: `--config` with other --paces must not contradict

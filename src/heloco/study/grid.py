@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from heloco.engine.schedule import schedule
+from heloco.engine.schedule import planned_arrivals
 from heloco.errors import UserError, nearest
 from heloco.methods import get_method
 from heloco.policy import inner_steps
@@ -118,7 +118,7 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
     missing, arrivals = run.arrivals * rounds.inner_steps, 0
     longest = -(-missing // min(steps))
     barrier = get_method(config.outer.method).barrier
-    events = schedule(paces_s=rounds.paces, inner_steps=steps, arrivals=longest, barrier=barrier, grace_s=rounds.grace_s)
+    events = planned_arrivals(config, longest)
     while missing > 0:
         missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
     if barrier:  # a round that not all have handed in would count for nothing
@@ -136,7 +136,7 @@ def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[Run
     (Under DyLU the paces decide the steps, and then they matter; a grace period adds to the time what is no multiple of it.)
     """
     rounds = config.rounds
-    if not get_method(config.outer.method).barrier or rounds.steps != "constant" or rounds.grace_s:
+    if not get_method(config.outer.method).barrier or rounds.steps != "constant" or rounds.grace:
         return config, 1.0
     count = len(rounds.paces)
     every = count if every_round else config.run.eval_every
@@ -187,10 +187,4 @@ def row_time(study: Study, scale: str, row: str) -> float:
 
 
 def _arrivals(config: RunConfig) -> list[tuple[float, int]]:
-    rounds = config.rounds
-    steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
-    barrier = get_method(config.outer.method).barrier
-    events = schedule(
-        paces_s=rounds.paces, inner_steps=steps, arrivals=config.run.arrivals, barrier=barrier, grace_s=rounds.grace_s
-    )
-    return [(time, arrival.inner_steps) for time, arrival in events]
+    return [(time, arrival.inner_steps) for time, arrival in planned_arrivals(config)]

@@ -272,7 +272,7 @@ class Api:
             left_s = until - time.monotonic()
             if not isinstance(answer, m.Wait) or left_s <= 0 or self._changes.is_over:
                 return reply(answer)
-            await _set_within(change, left_s)
+            await _set_within(change, min(left_s, answer.ask_again_s))
 
     async def start(self, request: Request) -> Any:
         ticket, key = self._ticket(request), self._query(request, Key)

@@ -131,7 +131,7 @@ class ModelCommit(Message, frozen=True, kw_only=True):
 
 # ---- rounds
 
-WaitKind = Literal["no-model", "paused", "no-seat", "rest", "busy", "evaluation"]
+WaitKind = Literal["no-model", "paused", "no-seat", "rest", "grace", "busy", "evaluation"]
 
 
 class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field="answer"):
@@ -161,6 +161,8 @@ class Wait(Message, frozen=True, kw_only=True, tag="wait", tag_field="answer"):
 
     kind: WaitKind
     text: str
+    ask_again_s: float = 1.0
+    """When to ask again, if the run has not changed before."""
 
 
 class EvaluationJob(Message, frozen=True, kw_only=True, tag="evaluation", tag_field="answer"):

@@ -95,6 +95,7 @@ class Contributions:
             prepare = lambda: self._prepare_start(run)  # noqa: E731
             ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, concurrent_work=prepare)
             self.rounds.put_down(machine, remove_upload=False)
+            self.rounds.note_arrival()
             machine.refused = machine.refused + 1 if ack.verdict == "refused" else 0
             state.roster.note_transfer(machine, state.now_s)
             self._turn_away_if_hopeless(machine)

@@ -40,8 +40,6 @@ def check_servable(config: RunConfig) -> None:
             f"paces are {', '.join(f'{pace:g}' for pace in rounds.paces)}: real machines have paces of their own, which are "
             f"measured. Leave paces out and say how many workers the run has: workers = {len(rounds.paces)}."
         )
-    if rounds.grace_s:
-        raise UserError(f"grace_s is {rounds.grace_s:g}: only a simulation has a grace period. Leave it out.")
     if config.inner.second_moment:
         raise UserError(
             "second_moment is set, and real machines do not exchange AdamW's state: leave it out, or simulate the run."

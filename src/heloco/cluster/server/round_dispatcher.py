@@ -1,5 +1,6 @@
 """Handing out rounds: which machine does which worker's round, with how many steps, until when, and from which start."""
 
+import math
 from pathlib import Path
 
 from heloco.cluster.protocol.messages import Assignment, RoundAnswer, RoundKey, Ticket, Wait
@@ -19,6 +20,7 @@ class RoundDispatcher:
         self.state = state
         cluster = state.config.cluster
         self.deadline = RoundDeadline(cluster.patience, cluster.patience * cluster.beat_s, cluster.round_limit_s)
+        self._grace_until_s = -math.inf
 
     def next(self, ticket: Ticket) -> RoundAnswer:
         """The round that the machine holds, or a new one, or the reason why there is none."""
@@ -53,7 +55,20 @@ class RoundDispatcher:
             return Wait(kind="rest", text="its last rounds came to nothing, so the next one comes a little later")
         if not self._free_seats(machine):
             return Wait(kind="no-seat", text="all workers' rounds are under way")
+        grace_left_s = self._grace_until_s - state.now_s
+        if grace_left_s > 0:
+            return Wait(kind="grace", text="others that arrive in a moment start together with it", ask_again_s=grace_left_s)
         return None
+
+    def note_arrival(self) -> None:
+        """Begins a grace period with the first arrival after the last one, and ends it when there is nobody left to wait for. No
+        round begins in it: whoever starts just before the others arrive works from an old model."""
+        state, rounds = self.state, self.state.config.rounds
+        assert state.run is not None
+        if not state.run.synchronizer.held:
+            self._grace_until_s = state.now_s
+        elif rounds.grace and state.now_s > self._grace_until_s:
+            self._grace_until_s = state.now_s + rounds.grace * rounds.inner_steps * (self._reference_pace() or 0.0)
 
     def _free_seats(self, machine: Machine) -> list[int]:
         """Seats whose next round the machine may do now: not under way, and not waiting at a barrier."""
@@ -93,10 +108,14 @@ class RoundDispatcher:
         entry = book.get(machine.id)
         if rounds.steps == "constant" or entry is None or entry.pace_s is None:
             return rounds.inner_steps
-        paces = [other.pace_s for m in self.state.roster if (other := book.get(m.id)) and other.pace_s]
-        reference = reference_pace(paces)
+        reference = self._reference_pace()
         assert reference is not None
         return inner_steps(rounds.steps, rounds.inner_steps, [reference, max(reference, entry.pace_s)])[1]
+
+    def _reference_pace(self) -> float | None:
+        """The pace of the fastest machine that is here, within reason."""
+        book = self.state.book
+        return reference_pace([entry.pace_s for m in self.state.roster if (entry := book.get(m.id)) and entry.pace_s])
 
     # ---- the round that a machine holds
 

@@ -116,4 +116,4 @@ def wait_for_round(service: Service, ticket: Ticket, wait_s: float, evaluates: b
             answer = service.next(ticket, evaluates=evaluates)
             if not isinstance(answer, Wait) or (left_s := until_s - state.now_s) <= 0:
                 return answer
-            state.changed.wait(min(left_s, 1.0))
+            state.changed.wait(min(left_s, answer.ask_again_s))
