@@ -138,13 +138,10 @@ def test_the_papers_recipe_goes_with_it(models, tmp_path):
     assert (config.inner.batch_size, config.inner.lr, config.model.preset) == (2, 2e-4, "")
 
 
-def test_what_was_known_before_is_known_by_the_same_digests():
-    """A setting that is not used must not make other runs of those that were kept."""
-    paths = sorted((REPOSITORY / "results" / "runs").glob("*.json"))
-    for path in paths:
+def test_a_run_that_was_kept_is_known_by_its_settings():
+    for path in (REPOSITORY / "results" / "runs").glob("*.json"):
         record = json.loads(path.read_text())
         config = resolve(with_fields(RunConfig(), {"norm_limit": "off", **record["settings"]}))
         assert digest(config, record["task"]) == path.stem == record["digest"]
     config = resolve(with_fields(RunConfig(), {"method": "heloco", "norm_limit": "off"}))
-    assert config.digest() == "ef952e6a69d633fb8c4a53d54751cba4776541d8f54d202d8e0eba9bdd97cb01"
     assert digest(config, "text") != digest(with_fields(config, {"hf": "some/model"}), "text")

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,19 +126,23 @@ class Upload:
 @contextmanager
 def _hashing(digest: Any, piece: bytes | memoryview) -> Iterator[None]:
     """Hashes a large piece in a thread while the body of the context runs. For a small piece a thread would take longer."""
-    thread = threading.Thread(target=digest.update, args=(piece,))
-    try:
-        if len(piece) < LARGE_PIECE:
-            raise RuntimeError
-        thread.start()
-    except RuntimeError:  # too small, or no thread is available
+    thread = _started(digest.update, piece) if len(piece) >= LARGE_PIECE else None
+    if thread is None:
         digest.update(piece)
-        yield
-        return
     try:
         yield
     finally:
-        thread.join()
+        if thread is not None:
+            thread.join()
+
+
+def _started(work: Callable[[Any], Any], argument: Any) -> threading.Thread | None:
+    thread = threading.Thread(target=work, args=(argument,))
+    try:
+        thread.start()
+    except RuntimeError:  # none is available
+        return None
+    return thread
 
 
 class Uploads:
