@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,16 @@ def test_the_papers_recipe_goes_with_it(models, tmp_path):
     assert heloco("train", "--recipe", "paper", "--hf", models["scratch"], *few, "--out", tmp_path / "run").code == 0
     config = RunFolder.open(tmp_path / "run").config()
     assert (config.inner.batch_size, config.inner.lr, config.model.preset) == (2, 2e-4, "")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "scratch"])
+def test_models_that_are_built_at_the_same_time_are_the_same(models, name):
+    """An evaluation may build one while a worker of the same process does."""
+    model = open_hf(str(models[name]))
+    alone = model.build(3).state_dict()
+    with ThreadPoolExecutor(4) as pool:
+        for module in pool.map(model.build, [3] * 12):
+            assert all(torch.equal(tensor, alone[key]) for key, tensor in module.state_dict().items())
 
 
 def test_a_run_that_was_kept_is_known_by_its_settings():

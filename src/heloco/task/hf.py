@@ -5,6 +5,7 @@ The model is transformers' own module, with its own names for the parameters: wh
 
 import hashlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ WEIGHTS = (
 """What transformers looks for in a folder."""
 _LIKE_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"}
 _SMALL_FILES = ["*.json", "*.jinja"]
+_BUILDING = threading.Lock()
+"""Held while a model is built: transformers and the generator that it draws from belong to the whole process."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class HFModel:
         """The module with the folder's weights, or, where it has none, with those that this seed gives; in float32. The global
         generator stays as it was."""
         auto = transformers().AutoModelForCausalLM
-        with quiet(), sentences(self.source), torch.random.fork_rng(devices=[]):
+        with _BUILDING, quiet(), sentences(self.source), torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             if self.has_weights:
                 options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
