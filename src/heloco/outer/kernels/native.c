@@ -15,13 +15,18 @@
  * The caller cuts blocks into pieces of a fixed length and adds their sums in pairs too.
  *
  * It is linked without an OpenMP runtime: the loader lends it the one torch already runs on, so that both share one thread pool. */
+#define _DEFAULT_SOURCE
 #include <stdint.h>
 #include <string.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #define LANES 16
 #define ROWS 8
 #define SUMS (3 * LANES) /* of a group: u.u, m.m and u.m of each lane */
 #define LEVELS 32        /* more than the binary digits of any number of groups */
+#define RUN 32 /* pieces, of a contribution in a mapped file, that a thread reads before it gives their memory back */
 #define THREADS_FROM 65536 /* elements in all; below that, waking the other threads takes longer than the work */
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
@@ -61,6 +66,17 @@ static int many(const int64_t *n, int64_t pieces) {
     int64_t sum = 0;
     for (int64_t s = 0; s < pieces; s++) sum += n[s];
     return sum >= THREADS_FROM;
+}
+
+/* Gives whole pages of a mapped file back after they were read; `page`: their size, or 0 if u is no mapped file. */
+static void give_back(const char *first, const char *end, int64_t page) {
+#ifdef __linux__
+    if (!page) return;
+    const uintptr_t begin = ((uintptr_t)first + page - 1) / page * page, stop = (uintptr_t)end / page * page;
+    if (begin < stop) madvise((void *)begin, stop - begin, MADV_DONTNEED);
+#else
+    (void)first, (void)end, (void)page;
+#endif
 }
 
 static inline void add(double *restrict to, const double *restrict from) {
@@ -127,15 +143,33 @@ static inline void add(double *restrict to, const double *restrict from) {
         }                                                                                                               \
     }                                                                                                                   \
                                                                                                                         \
-    void heloco_sums_##NAME(U *const *u, T *const *m, const int64_t *n, int64_t pieces, double *out) {                  \
-        _Pragma("omp parallel for schedule(static) if (many(n, pieces))") for (int64_t s = 0; s < pieces; s++)          \
-            sums_##NAME(u[s], m[s], n[s], out + 3 * s);                                                                 \
+    void heloco_sums_##NAME(U *const *u, T *const *m, const int64_t *n, int64_t pieces, double *out, int64_t page) {    \
+        const int64_t run = page ? RUN : 1;                                                                             \
+        _Pragma("omp parallel for schedule(static) if (many(n, pieces))") for (int64_t r = 0; r < pieces; r += run) {   \
+            const int64_t end = r + run < pieces ? r + run : pieces;                                                    \
+            const U *first = u[r];                                                                                      \
+            for (int64_t s = r; s < end; s++) {                                                                         \
+                sums_##NAME(u[s], m[s], n[s], out + 3 * s);                                                             \
+                if (s + 1 < end && u[s + 1] == u[s] + n[s]) continue;                                                   \
+                give_back((const char *)first, (const char *)(u[s] + n[s]), page);                                      \
+                if (s + 1 < end) first = u[s + 1];                                                                      \
+            }                                                                                                           \
+        }                                                                                                               \
     }                                                                                                                   \
                                                                                                                         \
     void heloco_update_##NAME(T *const *p, T *const *m, U *const *u, const int64_t *n, int64_t pieces,                  \
-                              const double *rules) {                                                                    \
-        _Pragma("omp parallel for schedule(static) if (many(n, pieces))") for (int64_t s = 0; s < pieces; s++)          \
-            update_##NAME(p[s], m[s], u[s], n[s], rules + 5 * s);                                                       \
+                              const double *rules, int64_t page) {                                                      \
+        const int64_t run = page ? RUN : 1;                                                                             \
+        _Pragma("omp parallel for schedule(static) if (many(n, pieces))") for (int64_t r = 0; r < pieces; r += run) {   \
+            const int64_t end = r + run < pieces ? r + run : pieces;                                                    \
+            const U *first = u[r];                                                                                      \
+            for (int64_t s = r; s < end; s++) {                                                                         \
+                update_##NAME(p[s], m[s], u[s], n[s], rules + 5 * s);                                                   \
+                if (s + 1 < end && u[s + 1] == u[s] + n[s]) continue;                                                   \
+                give_back((const char *)first, (const char *)(u[s] + n[s]), page);                                      \
+                if (s + 1 < end) first = u[s + 1];                                                                      \
+            }                                                                                                           \
+        }                                                                                                               \
     }
 
 #define READ from_float

@@ -6,6 +6,7 @@ HELOCO_KERNELS=portable; `portable.py` then gives the same bits with torch opera
 
 import ctypes
 import importlib.util
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from .order import Pieces
 from .switch import compiled_kernels_wanted
-from .windows import Release, windows
+from .windows import Release
 
 NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 PAIRS = (
@@ -72,7 +73,7 @@ class BlockKernels:
         pseudo_gradients: Sequence[Tensor],
         release: Release | None = None,
     ) -> None:
-        self._release = release
+        self._is_mapped = release is not None  # the kernels themselves give back what they have read
         self._pieces = Pieces.from_sizes(tuple(map(Tensor.numel, momenta)))
         self._dtypes = momenta[0].dtype, pseudo_gradients[0].dtype
         self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
@@ -95,10 +96,6 @@ class BlockKernels:
 
     def _call(self, name: str, *addresses: npt.NDArray[np.int64], last: npt.NDArray[np.float64]) -> None:
         kernel = getattr(library, _function(name, *self._dtypes))
-        for window in windows(self._pieces.length) if self._release is not None else (slice(None),):
-            arrays = [array[window] for array in (*addresses, self._pieces.length)]
-            pointers = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
-            kernel(*pointers, ctypes.c_int64(len(arrays[-1])), ctypes.c_void_p(last[window].ctypes.data))
-            if self._release is not None:
-                first, end = self._u[window][0], self._u[window][-1] + self._pieces.length[window][-1] * self._dtypes[1].itemsize
-                self._release(int(first), int(end - first))
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*addresses, self._pieces.length)]
+        page = mmap.PAGESIZE if self._is_mapped else 0
+        kernel(*pointers, ctypes.c_int64(len(last)), ctypes.c_void_p(last.ctypes.data), ctypes.c_int64(page))
