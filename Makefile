@@ -45,7 +45,7 @@ bench: setup-dev
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/simulation_overhead.py
 
-# evaluations, checkpoints and viewers beside arrivals; memory; about half an hour, on a computer that does nothing else
+# evaluations, checkpoints and viewers beside arrivals; memory; about three quarters of an hour, on a computer that does nothing else
 bench-cluster: setup-dev
 	$(BIN)/python benchmarks/many_machines.py
 	$(BIN)/python benchmarks/arrival.py

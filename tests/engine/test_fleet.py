@@ -14,7 +14,7 @@ from heloco.engine.fleet import WAVES, Fleet, PlannedRun, run_fleet
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, schedule
 from heloco.errors import UserError
-from heloco.inner.stacked import StackedInner
+from heloco.inner.stacked import Job, StackedInner
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.task import Task
 from heloco.task.gpt import preset
@@ -130,31 +130,30 @@ def test_progress_counts_every_step_once() -> None:
     assert step_counts == sorted(step_counts) and step_counts[-1] == 2 * 12 * 3
 
 
-def test_no_round_is_run_that_arrives_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    step_counts = []
+@pytest.fixture
+def begun_jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """All jobs that stacks begin, in their order."""
+    jobs_begun: list[Job] = []
     original = StackedInner.begin
 
-    def counting(self: StackedInner, jobs: Sequence[Any]) -> Any:
-        step_counts.extend(job.round.inner_steps for job in jobs)
+    def begin(self: StackedInner, jobs: Sequence[Job]) -> Any:
+        jobs_begun.extend(jobs)
         return original(self, jobs)
 
-    monkeypatch.setattr(StackedInner, "begin", counting)
+    monkeypatch.setattr(StackedInner, "begin", begin)
+    return jobs_begun
+
+
+def test_no_round_is_run_that_arrives_after_the_end(begun_jobs: list[Job]) -> None:
     run_fleet([PlannedRun("one", language(), config(paces=[1, 1, 9]))], RecordingWatcher(), device=CPU)
-    assert sum(step_counts) == 12 * 3
+    assert sum(job.round.inner_steps for job in begun_jobs) == 12 * 3
 
 
-def test_runs_that_cannot_share_a_stack_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = []
-    original = StackedInner.begin
-
-    def noting(self: StackedInner, jobs: Sequence[Any]) -> Any:
-        kinds.extend(job.kind.clip for job in jobs)
-        return original(self, jobs)
-
-    monkeypatch.setattr(StackedInner, "begin", noting)
+def test_runs_that_cannot_share_a_stack_follow_each_other(begun_jobs: list[Job]) -> None:
     task, watcher = language(), RecordingWatcher()
     planned = [PlannedRun(f"run {i}", task, config(method="mla", seed=i, clip=[0.1, 1.0][i % 2])) for i in range(4)]
     run_fleet(planned, watcher, device=CPU)
+    kinds = [job.kind.clip for job in begun_jobs]
     assert kinds == sorted(kinds) and set(kinds) == {0.1, 1.0}
     assert watcher.collectors.keys() == {each.key for each in planned}
 

@@ -1,5 +1,5 @@
 """A pseudo-gradient that lies in a mapped file is read window by window, and the pages of each are released: a step then needs
-memory for θ, m and one window, however large the model is."""
+memory for θ, m and one window, however large the model is. (The compiled kernels release what they have read themselves.)"""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
