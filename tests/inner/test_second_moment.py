@@ -62,6 +62,11 @@ def test_who_is_alone_or_has_kept_nothing_starts_with_its_own(sharing: str) -> N
     assert shared_memory(sharing, BETA2, 1, [alone, None, kept(1, 3)]) is None
 
 
+def test_a_model_without_a_table_shares_no_rows() -> None:
+    memories = [{name: t for name, t in kept(seed, 3).items() if not name.startswith("0.")} for seed in (0, 1)]
+    assert shared_memory("rows", BETA2, 0, memories) is memories[0]
+
+
 @pytest.mark.parametrize("sharing", ["pooled", "rows"])
 def test_equal_workers_share_what_they_have(sharing: str) -> None:
     memories = [kept(0, 3), kept(0, 3)]

@@ -33,6 +33,8 @@ def shared_memory(sharing: str, beta2: float, worker: int, worker_memories: Sequ
         for name, moment in worker_memory.items()
         if name.endswith(".exp_avg_sq") and (sharing == "pooled" or is_table(moment))
     ]
+    if not names:
+        return worker_memory
     corrections = [1 - beta2 ** memory[step].double() for memory in memories]  # on their device: the host does not wait
     ours = 1 - beta2 ** worker_memory[step].double()
 

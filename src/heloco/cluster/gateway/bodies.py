@@ -94,7 +94,7 @@ async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int,
     def write_pieces(pieces: list[bytes]) -> None:
         for piece in pieces:
             incoming.write(turn, piece)
-            note_transfer()
+        note_transfer()
 
     async def write_pending() -> None:
         nonlocal pending, size, writing
