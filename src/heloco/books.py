@@ -1,10 +1,14 @@
-"""The plain part of a synchronizer's state, as a checkpoint has it."""
+"""A synchronizer's state as a checkpoint has it: the plain part, and the norms as a tensor."""
 
 from dataclasses import dataclass
 
+import torch
 from msgspec import Struct
+from torch import Tensor
 
 from heloco.ledger import ShardPage, Span
+from heloco.policy import NormHistory
+from heloco.policy.norms import KEPT
 
 
 @dataclass(slots=True)
@@ -21,8 +25,8 @@ class RoundUnderWay:
     inner_steps: int
     shard_steps: int
     """Inner steps handed out on this shard before this round: the position of a learning-rate schedule by shard."""
-    run_steps: float
-    """Inner steps accepted in the whole run before this round, divided by the workers: the position of a schedule by run."""
+    progress: float
+    """The part of the run's arrivals that were in before this round: the position of a learning-rate schedule by run."""
 
 
 class Books(Struct, frozen=True, kw_only=True):
@@ -30,15 +34,36 @@ class Books(Struct, frozen=True, kw_only=True):
 
     outer_step: int
     arrivals: int
-    steps_accepted: int
     refused_in_a_row: int
     rounds_of: list[int]
     """By worker."""
     arrivals_of: list[int]
     """By worker."""
+    steps_of: list[int]
+    """Accepted inner steps by worker."""
+    inner_steps: list[int]
+    """Of each worker's last round, or of its next if it has had none. On real machines they follow the measured paces."""
     gathered_workers: list[int]
     """Those whose contributions wait at the barrier."""
     ledger: list[ShardPage]
     held: list[RoundUnderWay]
     outer: list[dict[str, int | float | str | None]]
     """By block: what the outer rule keeps in addition to tensors."""
+
+
+def norms_as_tensor(history: NormHistory) -> Tensor:
+    """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
+    rows = history.rows()
+    table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
+    for worker, worker_rows in enumerate(rows):
+        if worker_rows:
+            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
+    return table
+
+
+def norms_from_tensor(table: Tensor | None, template: NormHistory) -> NormHistory:
+    """The history in a checkpoint; empty if that was written without a guard."""
+    history = NormHistory(len(template.rows()), template.sizes)
+    if table is not None:
+        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
+    return history

@@ -22,6 +22,8 @@ class Method:
     """Values of knobs where they differ from the rule's defaults."""
     weight: str = "base"
     """The arrival weight that the rule is used with, unless `--weight` names another."""
+    flexible_weight: str = ""
+    """The same where a round may take any shard, if that is another."""
     barrier: bool = False
     """Whether every worker waits for all others, and the rule gets the sum of their weighted pseudo-gradients."""
     about: str = ""
@@ -41,6 +43,10 @@ class Method:
             return self.rule(params, **options)
         except ValueError as error:
             raise UserError(f"{self.name}: {error}") from error
+
+    def weight_for(self, assign: str) -> str:
+        """The name of the arrival weight with this shard policy."""
+        return self.weight if assign == "fixed" else self.flexible_weight or self.weight
 
     def check(self, overrides: Iterable[str]) -> None:
         """Refuses names that are no knob of this method."""
@@ -113,7 +119,8 @@ _ALL = (
         rule=HeLoCo,
         options={"reorient": "ramp", "weigh": "before", "lr": 1.0},
         weight="annealed",
-        about="heloco-ramp with η 1 and a weight that grows from 1/K to 1/√K in the course of the run.",
+        flexible_weight="discounted",
+        about="heloco-ramp with η 1 and a weight that grows from 1/K to 1/√K in the course of the run. The default.",
         equation=f"ρ = 1/√(K(1+(K−1)c)), c from 1 to 0 as a cosine,  G = correct(ρΔ, m),  {_MLA_STEP};  start: θ − ημm",
     ),
 )

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.books import Books, RoundUnderWay
+from heloco.books import Books, RoundUnderWay, norms_as_tensor, norms_from_tensor
 from heloco.buffers import are_usable, distances, largest, mix
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.windows import Release
 from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, NormHistory, Weight
-from heloco.policy.norms import KEPT
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
 from heloco.rulings import Judgements, Ruling, TooLarge
 from heloco.wire import blocks
@@ -32,7 +31,8 @@ __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Ve
 
 
 class Synchronizer:
-    """The outer state of a run. `outer` is None for a schedule without training: then there are no tensors."""
+    """The outer state of a run. `outer` is None for a schedule without training: then there are no tensors. `planned_arrivals`
+    is the length of the run: rounds and weights depend on how far it is. 0: not known."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Synchronizer:
         ledger: Ledger,
         choose_shard: Choose,
         weight: Weight,
+        planned_arrivals: int = 0,
         drop: Drop | None = None,
         guard: NormGuard | None = None,
         barrier: bool = False,
@@ -55,16 +56,18 @@ class Synchronizer:
         self.ledger = ledger
         self.choose_shard = choose_shard
         self.weight = weight
+        self.planned_arrivals = planned_arrivals
         self.drop = drop or Drop()
         self.guard = guard or NormGuard()
         self.barrier = barrier
         self.buffers = [b.detach().clone() for b in buffers]
         self.outer_step = 0
         self.arrivals = 0
-        self.steps_accepted = 0
         self.refused_in_a_row = 0
         self.rounds_of = [0] * self.workers
         self.arrivals_of = [0] * self.workers
+        self.steps_of = [0] * self.workers
+        """Inner steps of each worker's accepted contributions."""
         self.held: dict[int, RoundUnderWay] = {}
         """The round each worker holds, without its tensors."""
         self.norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
@@ -88,6 +91,11 @@ class Synchronizer:
         return sum(p.numel() * max(4, p.element_size()) for p in self.parameters)
 
     @property
+    def steps_accepted(self) -> int:
+        """Inner steps of all accepted contributions."""
+        return sum(self.steps_of)
+
+    @property
     def waiting(self) -> tuple[int, ...]:
         """Workers that have handed in and wait at the barrier."""
         return tuple(self._barrier.workers)
@@ -104,8 +112,7 @@ class Synchronizer:
         shard = self.choose_shard(worker, index, self.ledger.pages)
         shard_steps = self.ledger.pages[shard].steps
         spans = self.ledger.take(shard, steps * self.windows_per_step, steps)
-        run_steps = self.steps_accepted / self.workers
-        terms = (worker, index, self.outer_step, shard, spans, steps, shard_steps, run_steps)
+        terms = (worker, index, self.outer_step, shard, spans, steps, shard_steps, self._progress(self.arrivals))
         self.held[worker] = RoundUnderWay(*terms)
         if self.outer is None or not with_start:
             return Round(*terms)
@@ -132,8 +139,15 @@ class Synchronizer:
     # ---- receive
 
     def _arrival_counts(self, worker: int, staleness: int) -> ArrivalCounts:
-        worker_arrivals, shards = self.arrivals_of[worker] + 1, len(self.ledger.pages)
-        return ArrivalCounts(staleness, worker_arrivals, self.arrivals + 1, self.workers, self._step_share(worker), shards)
+        arrivals = self.arrivals + 1
+        return ArrivalCounts(
+            staleness, self.arrivals_of[worker] + 1, arrivals, self.workers, self._step_share(worker), len(self.ledger.pages),
+            self._progress(arrivals),
+        )  # fmt: skip
+
+    def _progress(self, arrivals: int) -> float:
+        """The part of the run that is over after this many arrivals; 1 if its length is not known."""
+        return min(1.0, arrivals / self.planned_arrivals) if self.planned_arrivals else 1.0
 
     def receive(self, contribution: Contribution) -> Arrival:
         """Applies, drops or refuses the contribution of a worker that holds a round, and says what became of it.
@@ -157,7 +171,7 @@ class Synchronizer:
         self.rounds_of[worker] += 1
         self.arrivals_of[worker] += 1
         self.arrivals += 1
-        self.steps_accepted += held.inner_steps
+        self.steps_of[worker] += held.inner_steps
         released = (worker,) if not self.barrier else self._open_barrier() if ruling.verdict == "applied" else ()
         stepped = self.outer is not None and ruling.verdict in ("applied", "zeroed")
         return Arrival(
@@ -168,8 +182,8 @@ class Synchronizer:
 
     def _step_share(self, worker: int) -> float:
         """The arriving worker's part of all inner steps, counted as if each worker had handed in one more round."""
-        worker_steps = (self.arrivals_of[worker] + 2) * self.inner_steps[worker]
-        return worker_steps / (self.steps_accepted + self.inner_steps[worker] + sum(self.inner_steps))
+        next_steps = self.inner_steps[worker]  # as many as this round has
+        return (self.steps_of[worker] + 2 * next_steps) / (self.steps_accepted + next_steps + sum(self.inner_steps))
 
     def _refuse(self, held: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
         self.abandon(held.worker)
@@ -306,9 +320,9 @@ class Synchronizer:
     def books(self) -> Books:
         """A copy of the state without its tensors."""
         return Books(
-            outer_step=self.outer_step, arrivals=self.arrivals, steps_accepted=self.steps_accepted,
-            refused_in_a_row=self.refused_in_a_row, rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of),
-            gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
+            outer_step=self.outer_step, arrivals=self.arrivals, refused_in_a_row=self.refused_in_a_row,
+            rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of), steps_of=list(self.steps_of),
+            inner_steps=list(self.inner_steps), gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
             held=list(self.held.values()),
             outer=[
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
@@ -319,7 +333,7 @@ class Synchronizer:
         """The tensors of the state by name. They are no copies."""
         tensors: dict[str, Tensor] = {}
         if self.guard.is_on:
-            tensors |= {"norms": _as_tensor(self.norms), "distances": _as_tensor(self._distances)}
+            tensors |= {"norms": norms_as_tensor(self.norms), "distances": norms_as_tensor(self._distances)}
         for kind, group in self._tensor_lists().items():
             tensors |= blocks.name_blocks(kind, group)
         return tensors | blocks.name_outer_states(self._outer_states())
@@ -330,9 +344,9 @@ class Synchronizer:
 
     def load(self, books: Books, tensors: Mapping[str, Tensor]) -> None:
         """Takes over copies of a state."""
-        self.outer_step, self.arrivals = books.outer_step, books.arrivals
-        self.steps_accepted, self.refused_in_a_row = books.steps_accepted, books.refused_in_a_row
+        self.outer_step, self.arrivals, self.refused_in_a_row = books.outer_step, books.arrivals, books.refused_in_a_row
         self.rounds_of, self.arrivals_of = list(books.rounds_of), list(books.arrivals_of)
+        self.steps_of, self.inner_steps = list(books.steps_of), list(books.inner_steps)
         self._barrier.workers = list(books.gathered_workers)
         self.ledger.load(books.ledger)
         self.held = {held.worker: held for held in books.held}
@@ -344,8 +358,8 @@ class Synchronizer:
 
         self.buffers, self._barrier.sums = copies_of(blocks.BUFFER), copies_of(blocks.GATHERED)
         self._barrier.buffers = copies_of(blocks.GATHERED_BUFFER)
-        self.norms = _history(tensors.get("norms"), self.norms)
-        self._distances = _history(tensors.get("distances"), self._distances)
+        self.norms = norms_from_tensor(tensors.get("norms"), self.norms)
+        self._distances = norms_from_tensor(tensors.get("distances"), self._distances)
         self._start = None
         outer_states = blocks.outer_states_of(tensors)
         with torch.no_grad():
@@ -365,24 +379,6 @@ class Synchronizer:
 
 
 _shape = attrgetter("shape")
-
-
-def _as_tensor(history: NormHistory) -> Tensor:
-    """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
-    rows = history.rows()
-    table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
-    for worker, worker_rows in enumerate(rows):
-        if worker_rows:
-            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
-    return table
-
-
-def _history(table: Tensor | None, template: NormHistory) -> NormHistory:
-    """The history in a checkpoint; empty if that was written without a guard."""
-    history = NormHistory(len(template.rows()), template.sizes)
-    if table is not None:
-        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
-    return history
 
 
 def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:

@@ -74,7 +74,6 @@ def test_an_unknown_name_is_answered_with_the_nearest(words, says, tmp_path):
         ("--paces fast,slow", "paces cannot be 'fast,slow': give a list such as 1,6,6."),
         ("--paces 1,,6", "paces cannot be '1,,6'"),
         ("--paces=", "There are no paces: give one per worker"),
-        ("--paces 1,2 --workers 3", "3 workers but 2 paces: give one pace per worker, or one for all."),
         ("--workers -2", "workers is -2"),
         ("--arrivals 0", "arrivals is 0: a run takes in at least one contribution."),
         ("--arrivals -3", "arrivals is -3"),

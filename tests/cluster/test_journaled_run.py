@@ -179,7 +179,7 @@ def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, worker
             spans=((n, 2), (n + 5, 1)),
             inner_steps=3,
             shard_steps=n,
-            run_steps=n / 7,
+            progress=n / 7,
         )
         for n in numbers
     ]

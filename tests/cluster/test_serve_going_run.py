@@ -78,7 +78,7 @@ def test_the_doctor_names_what_is_wrong(going: Going) -> None:
 def test_the_live_page_needs_its_key(going: Going) -> None:
     assert get(going, f"/page?key={going.key}")[0] in (200, 307)
     status, content = get(going, f"/page/?key={going.key}")
-    assert status == 200 and "<script" in content and "heloco-ramp" in content
+    assert status == 200 and "<script" in content and "heloco-adaptive" in content
     for path in ("/page", "/page/", "/page/?key=wrong", f"/describe?key={going.key}"):
         status, content = get(going, path)
         assert status == 401 and not content, path

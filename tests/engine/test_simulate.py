@@ -18,7 +18,7 @@ from heloco.methods import METHODS
 from heloco.task.datasets import DatasetTask
 from heloco.task.images import STYLES, ImagesTask
 
-BRIEF = {"inner_steps": 2, "arrivals": 7, "eval_every": 3, "device": "cpu"}
+BRIEF = {"recipe": "plain", "inner_steps": 2, "arrivals": 7, "eval_every": 3, "device": "cpu"}
 TINY_GPT = {"width": 16, "layers": 1, "heads": 2, "context": 16, "eval_windows": 4, "batch_size": 2}
 
 
@@ -65,6 +65,7 @@ FIRST = ("heloco-adaptive", "delayed-nesterov", "sync-nesterov")
 def test_every_method_learns_the_images(method, images):
     result = heloco.simulate(
         images,
+        recipe="plain",
         method=method,
         paces=(1, 1, 2, 2, 2),
         inner_steps=10,
@@ -113,10 +114,36 @@ def test_every_method_runs_on_the_built_in_languages(method):
     ids=str,
 )
 def test_every_setting_makes_a_difference_and_no_trouble(settings):
-    plain = heloco.simulate(regression(), paces=(1, 2, 6), arrivals=12, inner_steps=6, device="cpu")
-    other = heloco.simulate(regression(), paces=(1, 2, 6), arrivals=12, inner_steps=6, device="cpu", **settings)
+    common = {"recipe": "plain", "paces": (1, 2, 6), "arrivals": 12, "inner_steps": 6, "device": "cpu"}
+    plain = heloco.simulate(regression(), **common)
+    other = heloco.simulate(regression(), **common, **settings)
     assert finite(other)
     assert not same(plain.model, other.model)
+
+
+def test_without_settings_a_run_takes_the_best_recipe_and_learns():
+    sizes = {"width": 32, "layers": 1, "heads": 2, "context": 32, "eval_windows": 8}
+    result, plain = (
+        heloco.simulate(inner_steps=10, arrivals=60, eval_every=0, device="cpu", **recipe, **sizes)
+        for recipe in ({}, {"recipe": "plain"})
+    )
+    assert result.config.outer.method == "heloco-adaptive" and result.config.inner.inner_optimizer == "muon"
+    assert [line.inner_steps for line in result.tape[:5]] == [3, 10, 10, 5, 2]  # DyLU: after 9, 10, 10, 10 and 12 s
+    assert sum(line.inner_steps for line in result.tape) < sum(line.inner_steps for line in plain.tape)
+    assert result.loss < plain.loss < result.evals[0].mean["loss"]
+
+
+@pytest.mark.parametrize(
+    ("workers", "rounds", "gain"), [(64, 10, 0.4), pytest.param(512, 8, 0.3, marks=pytest.mark.long)], ids=str
+)
+def test_many_workers_are_stable_out_of_the_box(workers, rounds, gain):
+    """After the first quarter no evaluation is far above the lowest before."""
+    sizes = {"width": 16, "layers": 1, "heads": 2, "context": 16, "batch_size": 2, "inner_steps": 2, "eval_windows": 8}
+    result = heloco.simulate(workers=workers, arrivals=rounds * workers, eval_every=workers, device="cpu", **sizes)
+    losses = [record.mean["loss"] for record in result.evals]
+    for i in range(len(losses) // 4, len(losses)):
+        assert losses[i] < min(losses[:i]) + 0.3
+    assert losses[-1] < losses[0] - gain
 
 
 # ---- against the schedule and against a loop by hand
@@ -125,7 +152,8 @@ def test_every_setting_makes_a_difference_and_no_trouble(settings):
 @pytest.mark.parametrize("method", ["heloco", "sync-nesterov"])
 def test_the_tapes_times_are_those_of_the_schedule(method):
     paces = (0.1, 0.3, 0.7)
-    result = heloco.simulate(regression(), method=method, paces=paces, inner_steps=3, arrivals=20, grace=1 / 6, device="cpu")
+    settings = {"inner_steps": 3, "arrivals": 20, "grace": 1 / 6, "device": "cpu"}
+    result = heloco.simulate(regression(), recipe="plain", method=method, paces=paces, **settings)
     planned = schedule(paces_s=paces, inner_steps=[3] * 3, arrivals=20, barrier=METHODS[method].barrier, grace_s=0.05)
     ours = [(line.time_s, line.worker, line.version, line.staleness) for line in result.tape]
     assert ours == [(time_s, a.worker, a.version, a.staleness) for time_s, a in planned]
@@ -136,6 +164,7 @@ def test_the_synchronous_method_is_diloco_written_by_hand():
     task = regression()
     result = heloco.simulate(
         task,
+        recipe="plain",
         method="sync-nesterov",
         paces=(1, 2, 6),
         inner_steps=5,
@@ -170,8 +199,8 @@ def test_one_worker_without_momentum_at_rate_one_is_plain_training():
     """η = 1, μ = 0, ρ = 1: the outer model is the worker's own, round after round."""
     task = regression()
     result = heloco.simulate(
-        task, method="mla", paces=[1], outer_lr=1.0, momentum=0.0, inner_steps=5, arrivals=3, batch_size=4, lr=0.01, lr_min=0.01,
-        keep_state=True, device="cpu",
+        task, recipe="plain", method="mla", paces=[1], outer_lr=1.0, momentum=0.0, inner_steps=5, arrivals=3, batch_size=4,
+        lr=0.01, lr_min=0.01, keep_state=True, device="cpu",
     )  # fmt: skip
     model = task.build_model()
     adam = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.01)
@@ -210,7 +239,15 @@ def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(run):
 
 
 def test_the_adaptive_method_at_its_neutral_values_is_heloco_ramp_to_the_bit(images):
-    settings = {"paces": (1, 2, 5), "arrivals": 12, "inner_steps": 2, "batch_size": 4, "outer_lr": 0.7, "eval_every": 4}
+    settings = {
+        "recipe": "plain",
+        "paces": (1, 2, 5),
+        "arrivals": 12,
+        "inner_steps": 2,
+        "batch_size": 4,
+        "outer_lr": 0.7,
+        "eval_every": 4,
+    }
     neutral = heloco.simulate(images, method="heloco-adaptive", weight_correlation=0.0, **settings)
     ramp = heloco.simulate(images, method="heloco-ramp", **settings)
     assert neutral.evals == ramp.evals and neutral.tape == ramp.tape
@@ -237,7 +274,7 @@ def test_the_result_is_the_outer_model_with_its_buffers(images):
 
 def test_the_users_own_task_and_model():
     task = regression()
-    result = heloco.simulate(task, method="heloco-ramp", paces=(1, 1, 6), arrivals=30, inner_steps=10, lr=0.01, device="cpu")
+    result = heloco.simulate(task, paces=(1, 1, 6), arrivals=60, inner_steps=10, lr=0.01, device="cpu")
     assert isinstance(result.model, nn.Sequential)
     assert list(result.evals[0].scores) == ["a", "b", "c"]
     assert result.loss < 0.8 * result.evals[0].mean["loss"]
@@ -274,7 +311,7 @@ def test_a_run_whose_contributions_are_all_refused_stops_and_says_so():
         ({"method": "diloco"}, "There is no method 'diloco' here; did you mean 'heloco'?"),
         ({"method": "mla", "k_s": 1.0}, "mla has no knob 'k_s'; known: lr, momentum, lookahead."),
         ({"task": "image"}, "There is no task 'image' here; did you mean 'images'?"),
-        ({"paces": [1, 2, 3, 4], "task": regression()},
+        ({"paces": [1, 2, 3, 4], "task": regression(), "assign": "fixed"},
          "4 workers but only 3 shards: give as many shards as workers, fewer paces, or --assign flexible."),
     ],
     ids=lambda value: "" if isinstance(value, str) else "+".join(value),

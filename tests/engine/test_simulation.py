@@ -29,6 +29,7 @@ def books_only(paces=PACES, steps=STEPS, *, shards=4, arrivals=9, **options) -> 
         ledger=Ledger([100] * shards),
         choose_shard=make_choice("fixed", workers=len(paces), shards=shards, seed=0),
         weight=make_weight("average"),
+        planned_arrivals=arrivals,
     )
     return Simulation(synchronizer, paces_s=paces, arrivals=arrivals, **options)
 
@@ -70,18 +71,18 @@ def test_rounds_know_how_far_their_shard_and_the_run_are():
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
             worker_round = simulation.next_needed()
-            rounds.append((worker_round.worker, worker_round.index, worker_round.shard_steps, worker_round.run_steps))
+            rounds.append((worker_round.worker, worker_round.index, worker_round.shard_steps, worker_round.progress))
             simulation.give(empty(worker_round))
     assert rounds == [
         (0, 0, 0, 0.0),
-        (0, 1, 0, 2 / 3),  # another shard, so from the start; 2 steps of the run over 3 workers
+        (0, 1, 0, 1 / 9),  # another shard, so from the start; the first of nine arrivals is in
         (1, 0, 0, 0.0),
         (2, 0, 0, 0.0),
-        (0, 2, 2, 2.0),
-        (0, 3, 2, 3.0),
-        (1, 1, 2, 2.0),
-        (0, 4, 4, 13 / 3),
-        (2, 1, 1, 7 / 3),
+        (0, 2, 2, 3 / 9),
+        (0, 3, 2, 5 / 9),
+        (1, 1, 2, 3 / 9),
+        (0, 4, 4, 7 / 9),
+        (2, 1, 1, 4 / 9),
     ]
 
 
@@ -285,7 +286,7 @@ def test_loaded_rounds_are_the_ones_that_were_under_way():
     assert len({r.version for r in ours}) == 2
     for a, b in zip(ours, theirs, strict=True):
         assert (a.worker, a.index, a.version, a.shard, a.spans) == (b.worker, b.index, b.version, b.shard, b.spans)
-        assert (a.inner_steps, a.shard_steps, a.run_steps) == (b.inner_steps, b.shard_steps, b.run_steps)
+        assert (a.inner_steps, a.shard_steps, a.progress) == (b.inner_steps, b.shard_steps, b.progress)
         assert same(a.parameters, b.parameters)
         assert same(a.buffers, b.buffers)
         assert (a.memory is None) == (b.memory is None)

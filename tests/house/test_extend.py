@@ -38,7 +38,15 @@ def counting_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, state: di
 
 def simulated(**settings: Any) -> Any:
     """A run over half a second of images."""
-    values = {"task": "images", "paces": [1, 1, 4], "arrivals": 6, "inner_steps": 2, "batch_size": 2, "eval_every": 0}
+    values = {
+        "task": "images",
+        "paces": [1, 1, 4],
+        "arrivals": 6,
+        "inner_steps": 2,
+        "batch_size": 2,
+        "eval_every": 0,
+        "recipe": "plain",
+    }
     return package.simulate(**{**values, **settings})
 
 
@@ -227,7 +235,7 @@ def test_a_name_that_two_packages_offer_cannot_be_used_and_one_that_is_found_twi
 def test_a_weight_with_options():
     package.register_weight("fading", Fading)
     lines = simulated(weight="fading", weight_power=2.0).tape
-    assert [line.weight for line in lines] == pytest.approx([((7 - t) / 7) ** 2 for t in range(1, 7)])
+    assert [line.weight for line in lines] == pytest.approx([(1 - t / 12) ** 2 for t in range(1, 7)])
     with pytest.raises(UserError, match="The base weight has no weight_power"):
         simulated(weight_power=2.0)
 

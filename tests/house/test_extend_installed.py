@@ -76,7 +76,7 @@ def test_heloco_train_finds_what_a_package_offers(trained):
         "method sign-ahead": "own-rules 0.3", "arrival weight fading": "own-rules 0.3", "shard policy rotating": "own-rules 0.3",
     }  # fmt: skip
     lines = tape(trained)
-    assert [line["weight"] for line in lines] == pytest.approx([((9 - t) / 9) ** 2 for t in range(1, 9)])
+    assert [line["weight"] for line in lines] == pytest.approx([(1 - t / 16) ** 2 for t in range(1, 9)])
     assert [line["shard"] for line in lines] == [(line["worker"] + line["round"]) % 5 for line in lines]
 
 

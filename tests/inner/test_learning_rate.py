@@ -39,18 +39,19 @@ def test_a_warm_up_rises_linearly_before_the_cosine(position, expected):
     assert learning_rate(options, position) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("position", "base"), [("shard", 7), ("run", 2.5)])
+@pytest.mark.parametrize(("position", "base"), [("shard", 7), ("run", 3.0)])
 def test_a_round_stands_on_the_cosine_by_its_shard_or_by_the_run(position, base):
     options = InnerOptions(batch_size=3, lr=0.05, lr_min=0.001, schedule_steps=12, lr_position=position)
     task = task_of(mlp())
-    worker_round = round_for(task, options, shard_steps=7, run_steps=2.5)
+    worker_round = round_for(task, options, shard_steps=7, progress=0.25)
     [ours] = SequentialInner(task, options, seed=0).run([worker_round])
     assert same(ours.pseudo_gradient, Plain(task, options).run(worker_round, range(21, 36), base)[0])
 
 
 def positions_of_rounds(paces: Sequence[float], *, barrier: bool = False) -> list[tuple[int, float]]:
-    """(steps done on the shard, progress of the run) of every round of a simulation."""
+    """(steps done on the shard, position by the run's progress) of every round of a simulation."""
     workers = len(paces)
+    options = InnerOptions(schedule_steps=7 * 30 // workers, lr_position="run")
     synchronizer = Synchronizer(
         None,
         inner_steps=[7] * workers,
@@ -58,13 +59,14 @@ def positions_of_rounds(paces: Sequence[float], *, barrier: bool = False) -> lis
         ledger=Ledger([1000] * workers),
         choose_shard=make_choice("fixed", workers=workers, shards=workers, seed=0),
         weight=make_weight("average"),
+        planned_arrivals=30,
         barrier=barrier,
     )
     simulation, positions = Simulation(synchronizer, paces_s=paces, arrivals=30), []
     while not simulation.finished:
         if simulation.advance() is None and not simulation.finished:
             worker_round = simulation.next_needed()
-            positions.append((worker_round.shard_steps, worker_round.run_steps))
+            positions.append((worker_round.shard_steps, options.first_position(worker_round.shard_steps, worker_round.progress)))
             simulation.give(Contribution(worker_round.worker, worker_round.index, worker_round.version))
     return positions
 

@@ -91,6 +91,6 @@ def test_with_fixed_shards_the_other_languages_are_not_unlearnt() -> None:
     """The built-in languages, each with letters of its own: what the option is for."""
     settings = {"paces": [1, 1, 1], "languages": ["auren", "thelis", "vesnar"], "keep_state": True, "lr_position": "run"}
     settings |= {"width": 32, "layers": 1, "heads": 2, "context": 32, "inner_steps": 8, "arrivals": 60, "lr": 3e-3}
-    settings |= {"eval_every": 0, "method": "heloco-adaptive"}
+    settings |= {"eval_every": 0, "method": "heloco-adaptive", "recipe": "plain"}
     losses = {sharing: simulate(**settings, second_moment=sharing).loss for sharing in ("", "rows", "pooled")}
     assert losses["pooled"] < losses["rows"] < losses[""], losses

@@ -165,7 +165,9 @@ def test_a_stack_is_used_again_for_other_rounds() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("make", [dataset_task, language])
 def test_the_optimizers_state_stays_with_the_worker(make: Callable[[], Task], optimizer: str) -> None:
-    task, options = make(), InnerOptions(**{**vars(OPTIONS), "keep_state": True, "inner_optimizer": optimizer})
+    momentum = 0.95 if optimizer == "muon" else None
+    changes = {"keep_state": True, "inner_optimizer": optimizer, "inner_momentum": momentum}
+    task, options = make(), InnerOptions(**{**vars(OPTIONS), **changes})
     jobs = jobs_of(task, options, [3, 2])
     first = StackedInner(task).run(jobs)
     sequential = [alone(job) for job in jobs]

@@ -10,8 +10,12 @@ from heloco.errors import UserError
 from heloco.policy import WEIGHTS, ArrivalCounts, Drop, make_weight
 
 
-def counts(*, staleness: int = 0, worker_arrivals: int = 1, arrivals: int = 1, workers: int = 5) -> ArrivalCounts:
-    return ArrivalCounts(staleness, worker_arrivals, arrivals, workers)
+def counts(
+    *, staleness: int = 0, worker_arrivals: int = 1, arrivals: int = 1, workers: int = 5, length: int | None = None
+) -> ArrivalCounts:
+    """`length`: arrivals of the whole run."""
+    progress = {} if length is None else {"progress": min(1.0, arrivals / length)}
+    return ArrivalCounts(staleness, worker_arrivals, arrivals, workers, **progress)
 
 
 # ---- weights
@@ -67,21 +71,21 @@ def test_share_takes_other_clips():
 @pytest.mark.parametrize("workers", [1, 2, 5, 64, 512])
 def test_the_weight_of_equal_workers_grows_from_one_over_k_to_one_over_root_k(name, workers):
     length = 100 * workers
-    weight = make_weight(name, length=length)
-    weights = [weight(counts(worker_arrivals=n, arrivals=n * workers, workers=workers)) for n in range(1, 101)]
+    weight = make_weight(name)
+    weights = [weight(counts(worker_arrivals=n, arrivals=n * workers, workers=workers, length=length)) for n in range(1, 101)]
     assert weights == sorted(weights)
     assert weights[0] == pytest.approx(1 / workers, rel=0.01)
     assert weights[-1] == pytest.approx(1 / math.sqrt(workers), rel=1e-12)
     assert weights[49] == pytest.approx(1 / math.sqrt(workers * (1 + (workers - 1) / 2)), rel=1e-12)
-    assert (
-        weight(counts(worker_arrivals=200, arrivals=200 * workers, workers=workers)) == weights[-1]
-    )  # a run that goes on for longer
+    longer = counts(worker_arrivals=200, arrivals=200 * workers, workers=workers, length=length)
+    assert weight(longer) == weights[-1]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 7, 64])
 def test_without_correlation_or_length_the_annealed_weight_is_the_base_weight_to_the_bit(workers):
+    where = counts(worker_arrivals=3, arrivals=17, workers=workers, length=100)
+    assert make_weight("annealed", correlation=0.0)(where) == make_weight("base")(where)
     where = counts(worker_arrivals=3, arrivals=17, workers=workers)
-    assert make_weight("annealed", length=100, correlation=0.0)(where) == make_weight("base")(where)
     assert make_weight("annealed")(where) == make_weight("base")(where)
 
 
@@ -89,13 +93,13 @@ def test_without_correlation_or_length_the_annealed_weight_is_the_base_weight_to
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_fewer_workers_than_shards_weigh_as_if_there_were_one_for_each(name, workers):
     """One after the other they do the rounds that five workers would do together."""
-    weight = make_weight(name, length=100)
+    weight = make_weight(name)
     for arrivals in (20, 40, 60, 80, 100):
-        few = ArrivalCounts(0, arrivals // workers, arrivals, workers, 1 / workers, shards=5)
-        many = ArrivalCounts(0, arrivals // 5, arrivals, 5, 1 / 5, shards=5)
+        few = ArrivalCounts(0, arrivals // workers, arrivals, workers, 1 / workers, shards=5, progress=arrivals / 100)
+        many = ArrivalCounts(0, arrivals // 5, arrivals, 5, 1 / 5, shards=5, progress=arrivals / 100)
         assert weight(few) == pytest.approx(weight(many), rel=1e-12)
-    neutral = make_weight(name, length=100, correlation=0.0)
-    few = ArrivalCounts(0, 10, 10 * workers, workers, 1 / workers, shards=5)
+    neutral = make_weight(name, correlation=0.0)
+    few = ArrivalCounts(0, 10, 10 * workers, workers, 1 / workers, shards=5, progress=workers / 10)
     assert neutral(few) == pytest.approx(1 / math.sqrt(workers), rel=1e-15)
 
 
@@ -108,22 +112,22 @@ def test_fewer_workers_than_shards_weigh_as_if_there_were_one_for_each(name, wor
     ],
 )
 def test_at_the_end_the_discounted_weight_is_one_over_root_n_and_less_for_who_is_slower_than_average(worker_arrivals, weight):
-    computed_weight = make_weight("discounted", length=300)(counts(worker_arrivals=worker_arrivals, arrivals=300))
+    computed_weight = make_weight("discounted")(counts(worker_arrivals=worker_arrivals, arrivals=300))
     assert computed_weight == pytest.approx(weight, rel=1e-12)
 
 
 @pytest.mark.parametrize(("step_share", "weight"), [(1 / 3, 1 / math.sqrt(3)), (1 / 6, 1 / math.sqrt(5))])
 def test_under_dylu_nothing_is_discounted_and_who_does_more_steps_counts_more(step_share, weight):
     """Paces 1,2,2,2,2: all arrive equally often, and the fast worker does a third of the steps."""
-    computed_weight = make_weight("discounted", length=300)(ArrivalCounts(4, 60, 300, 5, step_share))
+    computed_weight = make_weight("discounted")(ArrivalCounts(4, 60, 300, 5, step_share))
     assert computed_weight == pytest.approx(weight, rel=1e-12)
 
 
 @given(worker_arrivals=st.integers(1, 299))
 def test_the_discounted_weight_has_no_cliff(worker_arrivals):
-    weight = make_weight("discounted", length=600)
+    weight = make_weight("discounted")
     smaller_weight, larger_weight = (
-        weight(counts(worker_arrivals=n, arrivals=300)) for n in (worker_arrivals, worker_arrivals + 1)
+        weight(counts(worker_arrivals=n, arrivals=300, length=600)) for n in (worker_arrivals, worker_arrivals + 1)
     )
     assert smaller_weight < larger_weight < smaller_weight * (worker_arrivals + 2) / (worker_arrivals + 1) * 1.0001
 
@@ -133,8 +137,7 @@ def test_the_discounted_weight_has_no_cliff(worker_arrivals):
 def test_a_direction_that_one_round_learns_is_stable_for_any_number_of_workers(name, workers):
     """One parameter; a round from θ brings Δ = aθ, a falling from 1 to 0 with the learning rate, and all start together."""
     rounds = 20
-    weight = make_weight(name, length=rounds * workers)
-    thetas = quadratic(weight, workers, rounds)
+    thetas = quadratic(make_weight(name), workers, rounds)
     assert max(map(abs, thetas)) < 1 and abs(thetas[-1]) < 0.05
     base = quadratic(make_weight("base"), workers, rounds)
     assert workers <= 5 or max(map(abs, base)) > 10  # what the weight is for
@@ -146,7 +149,9 @@ def quadratic(weight, workers, rounds, mu=0.9):
     for n in range(rounds):
         delta = 0.5 * (1 + math.cos(math.pi * n / rounds)) * theta
         for worker in range(workers):
-            g = weight(counts(worker_arrivals=n + 1, arrivals=n * workers + worker + 1, workers=workers)) * delta
+            arrivals = n * workers + worker + 1
+            where = counts(worker_arrivals=n + 1, arrivals=arrivals, workers=workers, length=rounds * workers)
+            g = weight(where) * delta
             m = mu * m + (1 - mu) * g
             theta -= g + mu * m
         thetas.append(theta)

@@ -16,7 +16,7 @@ from heloco.methods import METHODS
 from heloco.policy import NormGuard, make_guard
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import FIELDS, RECIPES, SECTIONS, by_section
-from heloco.run.settings import knob_settings, read_toml, setting_sections, setting_types, to_toml
+from heloco.run.settings import knob_settings, read_toml, setting_sections, setting_types, to_toml, with_recipe
 from heloco.task.gpt import PRESETS
 from support.runs import heloco
 
@@ -61,9 +61,70 @@ def test_a_presets_sizes_are_filled_in(name):
     assert (model.width, model.layers, model.heads, model.context) == (preset.width, preset.layers, preset.heads, preset.context)
 
 
-def test_one_pace_can_be_everybodys():
+def test_any_number_of_workers_has_the_paces_in_turn():
     assert config_with(paces=[2.5], workers=3).rounds.paces == [2.5, 2.5, 2.5]
     assert config_with(paces=[1, 2], workers=2).rounds.paces == [1, 2]
+    assert config_with(paces=[1, 2, 6], workers=7).rounds.paces == [1, 2, 6, 1, 2, 6, 1]
+    assert config_with(paces=[1, 2, 6], workers=2).rounds.paces == [1, 2]
+
+
+# ---- recipes
+
+
+def best(*, is_real: bool = False, **chosen: object) -> RunConfig:
+    return config_with(**with_recipe("best", chosen, is_real=is_real))
+
+
+def test_the_best_recipe_holds_where_nothing_is_chosen():
+    config = best()
+    assert (config.outer.method, config.outer.weight, config.outer.knobs["outer_lr"]) == ("heloco-adaptive", "discounted", 1.0)
+    assert (config.rounds.assign, config.rounds.steps, config.rounds.grace) == ("flexible", "dylu", 0.025)
+    inner = config.inner
+    assert (inner.inner_optimizer, inner.optimizer_momentum, inner.keep_state) == ("muon", 0.9, True)
+    assert (inner.second_moment, inner.lr_position, inner.lr) == ("rows", "run", 6.4e-3)
+
+
+def test_what_is_chosen_comes_before_the_recipe_and_what_depends_on_it_follows():
+    assert best(assign="fixed").outer.weight == "annealed"
+    assert best(method="mla").outer.weight == "base"
+    assert best(inner_optimizer="adamw").inner.lr == 1.5e-3
+    assert best(inner_optimizer="adamw").inner.second_moment == "rows"
+    for chosen in ({"keep_state": False}, {"keep_state": "false"}, {"inner_optimizer": "sgd"}):
+        assert best(**chosen).inner.second_moment == ""
+    assert best(is_real=True, paces=[1, 1]).inner.second_moment == ""
+    with pytest.raises(UserError, match="second_moment is about AdamW's state, and sgd has no such state"):
+        best(inner_optimizer="sgd", second_moment="rows")
+
+
+def test_a_recipes_own_learning_rate_holds_for_any_model():
+    assert config_with(**with_recipe("paper", {"preset": "124m"})).inner.lr == 2e-4
+    with pytest.raises(UserError, match="There is no recipe 'papr'; did you mean 'paper'"):
+        with_recipe("papr", {})
+
+
+@pytest.mark.parametrize(
+    ("chosen", "lr"),
+    [
+        ({"preset": "1m"}, 6.4e-3),
+        ({"width": 32, "heads": 2}, 6.4e-3),
+        ({"preset": "60m"}, 1.6e-3),
+        ({"preset": "124m"}, 1.07e-3),
+        ({"preset": "124m", "inner_optimizer": "adamw"}, 2.5e-4),
+        ({"inner_optimizer": "sgd"}, 1e-2),
+        ({"task": "images"}, 1.5e-3),
+        ({"preset": "124m", "lr": 3e-3}, 3e-3),
+    ],
+    ids=str,
+)
+def test_the_learning_rate_follows_the_optimizer_and_the_width(chosen, lr):
+    assert best(**chosen).inner.lr == lr
+
+
+def test_what_was_derived_from_a_setting_is_derived_again_when_that_is_overridden(tmp_path):
+    (tmp_path / "config.toml").write_text(to_toml(best()))
+    for chosen, lr, weight in (({"preset": "60m"}, 1.6e-3, "discounted"), ({"assign": "fixed"}, 6.4e-3, "annealed")):
+        config = config_with(**read_toml(tmp_path / "config.toml", overridden=chosen) | chosen)
+        assert (config.inner.lr, config.outer.weight) == (lr, weight)
 
 
 def test_the_papers_recipe_is_the_papers_setting():
@@ -234,7 +295,6 @@ def test_no_flag_is_no_change():
         ({"paces": [math.inf]}, "A pace is inf"),
         ({"paces": [1e-12]}, "outside the clock's"),
         ({"paces": [1e300]}, "outside the clock's"),
-        ({"paces": [1, 2], "workers": 3}, "3 workers but 2 paces"),
         ({"workers": -1}, "workers is -1"),
         ({"inner_steps": 0}, "inner_steps is 0"),
         ({"grace": -1}, "grace is -1.0"),

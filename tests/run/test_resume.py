@@ -29,6 +29,7 @@ SETTINGS = {
     "shared second moment": ("--keep-state", "--second-moment", "rows", "--paces", "1,1,2,2,3"),
     "Muon": ("--inner-optimizer", "muon", "--keep-state", "--second-moment", "rows", "--paces", "1,1,2,2,3"),
     "SGD": ("--inner-optimizer", "sgd", "--lr", "0.05", "--keep-state", "--paces", "1,1,2,2,3"),
+    "the best recipe": ("--recipe", "best", "--inner-steps", "6"),
     "annealed weight": ("--method", "heloco-adaptive", "--assign", "flexible", "--weight", "discounted"),
     "kept state and barrier": ("--keep-state", "--method", "sync-nesterov", "--paces", "1,2,3"),
     "flexible shards": ("--assign", "flexible", "--paces", "1,2,3", "--split", "iid"),
@@ -56,7 +57,8 @@ SETTINGS = {
 
 
 FIRST = (
-    "heloco", "sync-nesterov", "Muon", "annealed weight", "kept state and barrier", "Liu's shards", "DyLU with grace",
+    "heloco", "sync-nesterov", "the best recipe", "Muon", "annealed weight", "kept state and barrier", "Liu's shards",
+    "DyLU with grace",
     "much of the inner loop", "several epochs",
 )  # fmt: skip
 """The others are combinations of the same parts, and run with the long tests."""

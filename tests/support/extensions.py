@@ -21,11 +21,10 @@ def sign_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float 
 
 @dataclass(frozen=True)
 class Fading:
-    length: int = 0
     power: float = 1.0
 
     def __call__(self, counts: ArrivalCounts) -> float:
-        return float((1 - counts.arrivals / (self.length + 1)) ** self.power)
+        return float((1 - counts.progress / 2) ** self.power)
 
 
 def build_sums(config: RunConfig) -> package.Task:

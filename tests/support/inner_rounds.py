@@ -54,14 +54,14 @@ def round_for(
     steps: int = 5,
     spans: Sequence[tuple[int, int]] | None = None,
     shard_steps: int = 0,
-    run_steps: float = 0.0,
+    progress: float = 0.0,
     memory: dict[str, Tensor] | None = None,
 ) -> Round:
     model = task.build_model()
     spans = ((shard_steps * options.windows_per_step, steps * options.windows_per_step),) if spans is None else tuple(spans)
     parameters = [p.detach().clone() + 0.01 * index for p in model.parameters()]
     buffers = [b.clone() for b in model.buffers()]
-    return Round(worker, index, 0, shard, tuple(spans), steps, shard_steps, run_steps, parameters, buffers, memory)
+    return Round(worker, index, 0, shard, tuple(spans), steps, shard_steps, progress, parameters, buffers, memory)
 
 
 def cosine(options: InnerOptions, position: float) -> float:

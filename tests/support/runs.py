@@ -19,7 +19,8 @@ TINY_MODEL = (
 
 
 TINY = (
-    *TINY_MODEL, "--inner-steps", "2", "--arrivals", "8", "--batch-size", "2", "--lr", "0.003", "--paces", "1,1,6,6,6",
+    *TINY_MODEL, "--recipe", "plain", "--inner-steps", "2", "--arrivals", "8", "--batch-size", "2", "--lr", "0.003",
+    "--paces", "1,1,6,6,6",
 )  # fmt: skip
 """The smallest run: about 0.3 s. Give other values behind it: the last one counts."""
 

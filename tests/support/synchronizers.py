@@ -36,6 +36,8 @@ def build(
     buffers: list[Tensor] | None = None,
     drop: Drop | None = None,
     guard: NormGuard | None = None,
+    weight: str = "",
+    planned_arrivals: int = 0,
     **knobs: Any,
 ) -> Synchronizer:
     chosen = METHODS[method]
@@ -45,7 +47,8 @@ def build(
         windows_per_step=5,
         ledger=Ledger([1000] * workers),
         choose_shard=make_choice("fixed", workers=workers, shards=workers, seed=0),
-        weight=make_weight(chosen.weight),
+        weight=make_weight(weight or chosen.weight),
+        planned_arrivals=planned_arrivals,
         drop=drop,
         guard=guard,
         barrier=chosen.barrier,

@@ -63,7 +63,7 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
     after = snapshot(synchronizer)
     assert all(torch.equal(after.tensors[name], tensor) for name, tensor in before.tensors.items())
     assert after.tensors.keys() == before.tensors.keys()
-    untouched = ("outer_step", "arrivals", "steps_accepted", "arrivals_of", "gathered_workers", "outer")
+    untouched = ("outer_step", "arrivals", "steps_of", "arrivals_of", "gathered_workers", "outer")
     assert {name: getattr(after.books, name) for name in untouched} == {name: getattr(before.books, name) for name in untouched}
     assert after.books.refused_in_a_row == 1
 

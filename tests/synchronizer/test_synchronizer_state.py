@@ -18,12 +18,14 @@ from support.synchronizers import F64, WORKERS, build, random_deltas, snapshot
 
 
 def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> list[tuple[Any, ...]]:
-    """The workers take turns with a limp; every eleventh contribution is bad. Returns what was made of each."""
+    """The workers take turns with a limp, in rounds of changing length; every eleventh contribution is bad. Returns what was made
+    of each."""
     history = []
     while len(history) < arrivals:
         n = synchronizer.arrivals + sum(synchronizer.rounds_of)
         for worker in range(WORKERS):
             if worker not in synchronizer.held and worker not in synchronizer.waiting:
+                synchronizer.inner_steps[worker] = 1 + (n + worker) % 3  # as on real machines under DyLU
                 synchronizer.dispatch(worker)
         ready = sorted(synchronizer.held)
         worker = ready[(n * n) % len(ready)]
@@ -45,7 +47,8 @@ def test_loaded_into_a_fresh_one_the_state_continues_to_the_bit(method, cut):
     def fresh() -> Synchronizer:
         buffers = [torch.zeros(2, dtype=F64), torch.tensor(0)]
         drop = None if METHODS[method].barrier else Drop("zero", max_staleness=4)
-        return build(method, buffers=buffers, drop=drop, guard=NormGuard(1.5))
+        weight = METHODS[method].weight_for("flexible")
+        return build(method, buffers=buffers, drop=drop, guard=NormGuard(1.5), weight=weight, planned_arrivals=40)
 
     draw = torch.Generator().manual_seed(9)
     first = fresh()

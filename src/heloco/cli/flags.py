@@ -66,11 +66,19 @@ def field_docs(kind: type) -> dict[str, str]:
     return docs
 
 
-def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] = (), *, is_real: bool = False) -> None:
     from heloco.run.config import SECTIONS, RunConfig
-    from heloco.run.settings import NAMED, knob_settings, named_choices, setting_sections, setting_types
+    from heloco.run.settings import (
+        NAMED,
+        knob_settings,
+        named_choices,
+        setting_sections,
+        setting_types,
+        with_fields,
+        with_recipe,
+    )
 
-    defaults, knobs, types = RunConfig(), knob_settings(), setting_types()
+    defaults, knobs, types = with_fields(RunConfig(), with_recipe("best", {}, is_real=is_real)), knob_settings(), setting_types()
     groups = {section: parser.add_argument_group(section) for section in SECTIONS}
     docs = {name: text for kind in SECTIONS.values() for name, text in field_docs(kind).items()}
     docs |= {name: f"{knob.about} Unset: the method's own." for name, knob in knobs.items()}

@@ -85,7 +85,7 @@ def parser() -> Parser:
 
 def add_train_flags(parser: Parser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
-    parser.add_argument("--recipe", metavar="NAME", default="default", help="default, or paper: the paper's own setting")
+    parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper (the paper's setting) or plain [best]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
     parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
     add_log_flag(parser)
@@ -144,21 +144,18 @@ def logs_of(parsed: argparse.Namespace) -> list[str]:
 def train(parsed: argparse.Namespace) -> int:
     from heloco.engine.build import build_task
     from heloco.engine.local import LocalRun, describe
-    from heloco.errors import nearest
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.config import RECIPES
-    from heloco.run.settings import read_toml, without_derived
+    from heloco.run.settings import read_toml, with_recipe
 
-    if parsed.recipe not in RECIPES:
-        raise UserError(f"There is no recipe {parsed.recipe!r}; {nearest(parsed.recipe, list(RECIPES))}")
     logs = logs_of(parsed)
     flags = given_fields(parsed)
-    settings = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
-    values = without_derived(RECIPES[parsed.recipe], [name for name in settings if settings[name] != ""]) | settings
-    config = resolve(with_fields(RunConfig(), with_seats(values, 0) if parsed.engine == "ray" else values))
+    chosen = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
+    is_real = parsed.engine == "ray"
+    values = with_recipe(parsed.recipe, chosen, is_real=is_real)
+    config = resolve(with_fields(RunConfig(), with_seats(values, 0) if is_real else values))
     if parsed.out:
         RunFolder.check_free(parsed.out)
-    if parsed.engine == "ray":
+    if is_real:
         return train_on_ray(config, parsed.out or make_next(Path("runs"), config.outer.method), logs)
     with preparing() as progress:
         task, config = build_task(config, progress)

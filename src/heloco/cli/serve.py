@@ -40,7 +40,7 @@ def add_serve_flags(parser: Parser) -> None:
     parser.add_argument("--key", metavar="FILE", default="")
     parser.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
-    add_config_flags(parser, without=("workers",))
+    add_config_flags(parser, without=("workers",), is_real=True)
 
 
 def serve(parsed: argparse.Namespace) -> int:
@@ -106,7 +106,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
     from heloco.cluster.server.open_run import check_servable
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.settings import read_toml, setting_sections, to_toml
+    from heloco.run.settings import read_toml, setting_sections, to_toml, with_recipe
 
     flags = given_fields(parsed)
     if parsed.run is not None and parsed.run.is_dir():
@@ -121,6 +121,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
         return ServeSpec(str(parsed.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
     seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
+    values = with_recipe("best", values, is_real=True)
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
     if parsed.out and config.input.task != "external":  # that one checks the folder itself

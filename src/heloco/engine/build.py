@@ -13,8 +13,8 @@ from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
-from heloco.policy import Drop, Weight, inner_steps, make_choice, make_guard, make_weight, weight_knobs
-from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_options
+from heloco.policy import Drop, inner_steps, make_choice, make_guard, make_weight
+from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_name, weight_options
 from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
 from heloco.task import BUILT_IN_TASKS, TASKS, Task
@@ -111,18 +111,13 @@ def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[in
         windows_per_step=config.inner.windows_per_step,
         ledger=Ledger(windows),
         choose_shard=make_choice(rounds.assign, workers=len(rounds.paces), shards=len(windows), seed=config.run.seed),
-        weight=_weight(config),
+        weight=make_weight(weight_name(config), **weight_options(config)),
+        planned_arrivals=config.run.arrivals,
         drop=Drop(outer.drop, outer.drop_above),
         guard=make_guard(outer.norm_limit, outer.norm_policy),
         barrier=method.barrier,
         buffers=list(model.buffers()),
     )
-
-
-def _weight(config: RunConfig) -> Weight:
-    name = config.outer.weight or get_method(config.outer.method).weight
-    length = {"length": config.run.arrivals} if "length" in weight_knobs(name) else {}
-    return make_weight(name, **weight_options(config.outer), **length)
 
 
 @torch.no_grad()

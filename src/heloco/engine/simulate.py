@@ -13,6 +13,7 @@ from heloco.records.evaluations import EvaluationRecord
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import FIELDS
+from heloco.run.settings import with_recipe
 from heloco.task import Task
 
 
@@ -35,16 +36,24 @@ class Result:
 
 
 def simulate(
-    task: Task | str | None = None, *, method: str = "heloco-ramp", paces: Sequence[float] = (1, 1, 2, 3, 6), **settings: Any
+    task: Task | str | None = None,
+    *,
+    method: str | None = None,
+    paces: Sequence[float] = (1, 1, 2, 3, 6),
+    recipe: str = "best",
+    **settings: Any,
 ) -> Result:
     """Trains `task` (or the one the settings describe: "language", on the built-in languages by default, or "images") with
-    unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …"""
+    unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …; where
+    nothing is said, the recipe `best` holds, as in `heloco train`. `recipe="paper"` is the paper's setting."""
+    if method is not None:
+        settings["method"] = method
     if isinstance(task, str):
         settings["task"], task = task, None
     for name in settings if task is not None else ():
         if FIELDS.get(name) in ("input", "model"):
             raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
-    config = resolve(with_fields(RunConfig(), {"method": method, "paces": list(paces), **settings}))
+    config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
     if task is None:
         task, config = build_task(config)
     collected = Collector()

@@ -166,7 +166,7 @@ class Simulation:
         self._rounds = {}
         for worker, held in self.synchronizer.held.items():
             self._rounds[worker] = Round(
-                worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.run_steps,
+                worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.progress,
                 [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))],
                 [t for _, t in sorted(_under(f"start_buffer.{held.version}.", tensors), key=lambda item: int(item[0]))],
                 (dict(_under(f"shared.{worker}.", tensors)) or None) if self._share else self.memory[worker],

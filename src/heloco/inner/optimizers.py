@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim._muon import muon
 from torch.optim.adamw import adamw
 
+from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS
 from heloco.inner.options import InnerOptions
 from heloco.inner.second_moment import is_table
 
@@ -66,10 +68,45 @@ class AdamW:
             p.grad = None
 
 
+class Muon:
+    """`torch.optim.Muon` to the bit, without the import that `AdamW` avoids too."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], options: InnerOptions) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": list(parameters), "lr": options.lr}]
+        self.state: dict[Tensor, dict[str, Tensor]] = {p: {} for p in parameters}
+        self._options = options
+
+    @torch.no_grad()
+    def step(self) -> None:
+        options, (group,) = self._options, self.param_groups
+        moved = [p for p in group["params"] if p.grad is not None]
+        for p in moved:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
+        muon(
+            moved,
+            [p.grad for p in moved],
+            [self.state[p]["momentum_buffer"] for p in moved],
+            lr=group["lr"],
+            weight_decay=options.weight_decay,
+            momentum=options.optimizer_momentum,
+            nesterov=True,
+            ns_coefficients=COEFFICIENTS,
+            ns_steps=ITERATIONS,
+            eps=EPS,
+            adjust_lr_fn=MUON_LR,
+            has_complex=False,
+        )
+
+    def zero_grad(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+
 class InnerOptimizer:
     """One or two torch optimizers over the parameters of a model, as one."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer | AdamW]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], optimizers: Sequence[Optimizer | AdamW | Muon]) -> None:
         self.parameters, self.optimizers = list(parameters), list(optimizers)
 
     def set_lr(self, lr: float) -> None:
@@ -104,12 +141,11 @@ def make_optimizer(options: InnerOptions, model: nn.Module) -> InnerOptimizer:
     hidden = hidden_matrices(model) if options.inner_optimizer == "muon" else [False] * len(parameters)
     matrices = [p for p, is_hidden in zip(parameters, hidden, strict=True) if is_hidden]
     others = [p for p, is_hidden in zip(parameters, hidden, strict=True) if not is_hidden]
-    optimizers: list[Optimizer | AdamW] = []
+    optimizers: list[Optimizer | AdamW | Muon] = []
     if others:
         optimizers.append(AdamW(others, options))
     if matrices:
-        momentum, decay = options.optimizer_momentum, options.weight_decay
-        optimizers.append(torch.optim.Muon(matrices, lr=options.lr, momentum=momentum, weight_decay=decay, adjust_lr_fn=MUON_LR))
+        optimizers.append(Muon(matrices, options))
     return InnerOptimizer(parameters, optimizers)
 
 

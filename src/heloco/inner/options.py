@@ -16,7 +16,7 @@ class InnerOptions:
     accumulate: int = 1
     """Micro-batches per inner step."""
     lr: float = 2e-4
-    """Learning rate at the cosine's top."""
+    """Learning rate at the cosine's top; 0: by the optimizer and the model's width."""
     lr_min: float = 1e-6
     """Learning rate at its end and after it."""
     warmup: int = 0
@@ -28,7 +28,7 @@ class InnerOptions:
     inner_optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
     """muon: Muon for matrices between embedding and head, AdamW for everything else."""
     inner_momentum: float | None = None
-    """Momentum of Muon (unset: 0.95) or SGD (unset: 0.9)."""
+    """Momentum of Muon or SGD; unset: 0.9."""
     beta1: float = 0.9
     beta2: float = 0.999
     weight_decay: float = 0.01
@@ -72,7 +72,11 @@ class InnerOptions:
     @property
     def optimizer_momentum(self) -> float:
         """Of Muon or SGD."""
-        return {"muon": 0.95}.get(self.inner_optimizer, 0.9) if self.inner_momentum is None else self.inner_momentum
+        return 0.9 if self.inner_momentum is None else self.inner_momentum
+
+    def first_position(self, shard_steps: int, progress: float) -> float:
+        """Where a round's first step stands on the cosine: after the steps done on its shard, or at the run's progress."""
+        return shard_steps if self.lr_position == "shard" else progress * self.schedule_steps
 
     @property
     def windows_per_step(self) -> int:

@@ -48,7 +48,7 @@ class SequentialInner:
         optimizer.load(worker_round.memory or {})
         positions = np.concatenate([np.arange(start, start + count) for start, count in worker_round.spans])
         steps = positions.reshape(worker_round.inner_steps, self.options.accumulate, self.options.batch_size)
-        base = worker_round.shard_steps if self.options.lr_position == "shard" else worker_round.run_steps
+        base = self.options.first_position(worker_round.shard_steps, worker_round.progress)
         losses, units = [], 0
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             self._seed(derive(self.seed, "round", worker_round.worker, worker_round.index))

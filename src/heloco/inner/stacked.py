@@ -58,7 +58,7 @@ class Job:
 
     def learning_rates(self) -> list[float]:
         worker_round = self.round
-        base = worker_round.shard_steps if self.options.lr_position == "shard" else worker_round.run_steps
+        base = self.options.first_position(worker_round.shard_steps, worker_round.progress)
         return [learning_rate(self.options, base + h) for h in range(worker_round.inner_steps)]
 
     def batches(self) -> Any:

@@ -22,6 +22,8 @@ class ArrivalCounts(NamedTuple):
     rounds are of one length."""
     shards: int = 0
     """How many shards the data has; 0: not known."""
+    progress: float = 1.0
+    """The part of the run's arrivals that are in, from 0 to 1; 1 if the length of the run is not known."""
 
 
 class Weight(Protocol):
@@ -101,12 +103,10 @@ class Annealed:
     K contributions with a mean cosine c between them, each weighed by ρ, add up to a step of one contribution's length. Early in
     a run, while the inner learning rate is high, workers make the same large moves, so a sum above their mean overshoots.
     Later they have little in common, and the mean would be too short. c follows the cosine of the inner learning rate.
-    correlation = 0, or a run of unknown length, is the base weight 1/√K. Otherwise K is the number of shards where there are
-    more of them than workers: it takes that many rounds to see all of the data.
+    correlation = 0 is the base weight 1/√K. Otherwise K is the number of shards where there are more of them than workers: it
+    takes that many rounds to see all of the data.
     """
 
-    length: int = 0
-    """The arrivals of the whole run; 0: not known."""
     correlation: Annotated[float, Knob(about="The annealed and discounted weights' c at the start of the run.")] = 1.0
 
     def __post_init__(self) -> None:
@@ -115,14 +115,13 @@ class Annealed:
 
     def __call__(self, counts: ArrivalCounts) -> float:
         k = self.rounds_to_see_all(counts)
-        return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(counts.arrivals)))
+        return 1 / math.sqrt(k * (1 + (k - 1) * self.cosine(counts.progress)))
 
     def rounds_to_see_all(self, counts: ArrivalCounts) -> int:
-        return max(counts.workers, counts.shards) if self.correlation and self.length else counts.workers
+        return max(counts.workers, counts.shards) if self.correlation else counts.workers
 
-    def cosine(self, arrivals: int) -> float:
-        """c after this many arrivals."""
-        progress = min(1.0, arrivals / self.length) if self.length else 1.0
+    def cosine(self, progress: float) -> float:
+        """c at this part of the run."""
         return self.correlation * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -142,7 +141,7 @@ class Discounted(Annealed):
         # as if each had arrived once before: no jumps at first
         n = (counts.arrivals + workers) / (counts.worker_arrivals + 1)
         w = min((1 / counts.step_share if counts.step_share else n) * (k / workers), k)
-        return min(1.0, workers / n) / math.sqrt(w + (k * k - w) * self.cosine(counts.arrivals))
+        return min(1.0, workers / n) / math.sqrt(w + (k * k - w) * self.cosine(counts.progress))
 
 
 def _finite(name: str, value: float) -> None:
@@ -190,8 +189,7 @@ def register_weight(name: str, weight: Any) -> None:
         heloco.register_weight("halved", lambda counts: 0.5 / counts.workers)
 
     `counts` is a `heloco.policy.ArrivalCounts`. The options of a class, its parameters with defaults, are settings and flags:
-    `weight_NAME`. One called `length` gets the number of arrivals of the run. Installed packages: entry point group
-    `heloco.weights`. See docs/extend.md.
+    `weight_NAME`. Installed packages: entry point group `heloco.weights`. See docs/extend.md.
     """
     WEIGHTS.register(name, weight)
 

@@ -67,7 +67,7 @@ class RoundsConfig:
     paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 2.0, 3.0, 6.0])
     """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
     workers: int = 0
-    """How many workers; 0: as many as paces. A single pace is then everybody's."""
+    """How many workers; 0: as many as paces. Otherwise they have the paces in turn, from the first again after the last."""
     inner_steps: int = 10
     """H, the inner steps of a round."""
     steps: Literal["constant", "dylu"] = "constant"
@@ -153,7 +153,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
-    inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=1.5e-3, lr_min=1e-4))
+    inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=0.0, lr_min=1e-4))
     run: RunSettings = field(default_factory=RunSettings)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -165,12 +165,24 @@ class RunConfig:
 Settings = dict[str, object]
 """Settings by name, as flags, TOML files or Python give them: `with_fields` checks and converts them."""
 
+LEARNING_RATES = {"adamw": 1.5e-3, "muon": 6.4e-3, "sgd": 1e-2}
+"""Where none is given: for models as wide as `LEARNING_RATE_WIDTH`, from the studies `recipe` and `inner`."""
+LEARNING_RATE_WIDTH = 128
+LEARNING_RATE_ANYWHERE = 1.5e-3
+"""For a model whose width is not known: one from Hugging Face, or your own."""
+
+BEST: Settings = {
+    "method": "heloco-adaptive", "assign": "flexible", "steps": "dylu", "grace": 0.025, "inner_optimizer": "muon",
+    "keep_state": True, "second_moment": "rows", "lr_position": "run",
+}  # fmt: skip
+"""The recipe that won the study `recipe`, over the defaults of the fields: `heloco train`, `heloco.simulate`, `heloco serve`."""
 PAPER: Settings = {
     "preset": "paper", "tokenizer": "gpt2", "inner_steps": 80, "arrivals": 300, "batch_size": 2,
     "lr": 2e-4, "lr_min": 1e-6, "eval_every": 30, "checkpoint_every": 60, "eval_windows": 128, "norm_limit": "off",
 }  # fmt: skip
-"""The paper's setting, over the defaults: `heloco train --recipe paper`. Studies are over it too."""
-RECIPES: dict[str, Settings] = {"default": {}, "paper": PAPER}
+"""The paper's setting, over the defaults of the fields: `heloco train --recipe paper`. Studies are over it too."""
+RECIPES: dict[str, Settings] = {"best": BEST, "paper": PAPER, "plain": {}}
+"""plain: the fields' own defaults, each of them the simplest: rounds of one length, fixed shards, AdamW that starts afresh."""
 
 SECTIONS: dict[str, type] = get_type_hints(RunConfig)
 FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() for f in fields(kind) if f.name != "knobs"}
@@ -178,8 +190,11 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 
 GUARD = ("norm_limit", "norm_policy")
 DERIVED: dict[str, tuple[str, ...]] = {
-    "preset": ("width", "layers", "heads", "context", "hf"),
-    "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer"),
+    "preset": ("width", "layers", "heads", "context", "hf", "lr"),
+    "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer", "lr"),
+    "width": ("lr",),
+    "inner_optimizer": ("lr", "inner_momentum"),
+    "assign": ("weight",),
     "data": ("languages", "vocab_size"),
     "tokenizer": ("vocab_size",),
     "paces": ("schedule_steps",),
@@ -219,11 +234,16 @@ def outer_knobs(config: OuterConfig) -> Settings:
     return {knobs.get(name, name): value for name, value in config.knobs.items() if not name.startswith("weight_")}
 
 
-def weight_options(config: OuterConfig) -> Settings:
+def weight_name(config: RunConfig) -> str:
+    """The arrival weight that was chosen, or the method's own."""
+    return config.outer.weight or get_method(config.outer.method).weight_for(config.rounds.assign)
+
+
+def weight_options(config: RunConfig) -> Settings:
     """The arrival weight's settings that were given; one that the weight does not have is refused."""
-    weight = config.weight or get_method(config.method).weight
+    weight = weight_name(config)
     knobs = weight_knobs(weight)
-    options = {name.removeprefix("weight_"): value for name, value in config.knobs.items() if name.startswith("weight_")}
+    options = {name.removeprefix("weight_"): value for name, value in config.outer.knobs.items() if name.startswith("weight_")}
     for name in options:
         if name not in knobs:
             raise UserError(f"The {weight} weight has no weight_{name}: leave it out or choose another --weight.")
@@ -256,28 +276,39 @@ def resolve(config: RunConfig) -> RunConfig:
     _check_cluster(config.cluster)
     if config.input.task not in BUILT_IN_TASKS:
         TASKS.find(config.input.task)
-    outer = _resolve_outer(config.outer, len(rounds.paces))
+    outer = _resolve_outer(config, len(rounds.paces))
+    model = _resolve_model(config)
     inner = config.inner
     if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
         raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
     if not inner.schedule_steps:
         length = max(1, settings.arrivals * rounds.inner_steps // len(rounds.paces))
         inner = replace(inner, schedule_steps=length)
-    return replace(config, rounds=rounds, outer=outer, inner=inner, model=_resolve_model(config))
+    if not inner.lr:
+        inner = replace(inner, lr=_learning_rate(inner.inner_optimizer, model.width))
+    return replace(config, rounds=rounds, outer=outer, inner=inner, model=model)
 
 
-def _resolve_outer(config: OuterConfig, workers: int) -> OuterConfig:
+def _learning_rate(optimizer: str, width: int) -> float:
+    """In proportion to 1/width for models wider than the one it was chosen for: their outputs are sums of more products."""
+    if not width:
+        return LEARNING_RATE_ANYWHERE
+    return float(f"{LEARNING_RATES[optimizer] * min(1.0, LEARNING_RATE_WIDTH / width):.3g}")
+
+
+def _resolve_outer(whole: RunConfig, workers: int) -> OuterConfig:
+    config = whole.outer
     method, chosen_knobs = get_method(config.method), outer_knobs(config)
     Drop(config.drop, config.drop_above)
     make_guard(config.norm_limit, config.norm_policy)
-    weight_options(config)
+    weight_options(whole)
     method.check(chosen_knobs)
     knobs = {**method.knobs(), **chosen_knobs}
     if "delay" in knobs and "delay" not in chosen_knobs:
         knobs["delay"] = workers
     weight_settings = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
     rule_settings = {knob_setting(name): value for name, value in knobs.items()}
-    return replace(config, weight=config.weight or method.weight, knobs={**rule_settings, **weight_settings})
+    return replace(config, weight=weight_name(whole), knobs={**rule_settings, **weight_settings})
 
 
 def _check_cluster(config: ClusterConfig) -> None:
@@ -326,10 +357,8 @@ def _resolve_rounds(config: RoundsConfig) -> RoundsConfig:
             raise UserError(f"A pace of {pace:g} s is outside the clock's 1e-9 to 1e9: give paces in other units.")
     if config.workers < 0:
         raise UserError(f"workers is {config.workers}: give a number ≥ 1, or leave it out.")
-    if config.workers and len(paces) == 1:
-        paces *= config.workers
-    if config.workers and config.workers != len(paces):
-        raise UserError(f"{config.workers} workers but {len(paces)} paces: give one pace per worker, or one for all.")
+    if config.workers:
+        paces = [paces[worker % len(paces)] for worker in range(config.workers)]
     if config.inner_steps < 1:
         raise UserError(f"inner_steps is {config.inner_steps}: a round needs at least one step.")
     if not 0 <= config.grace <= 1e6:

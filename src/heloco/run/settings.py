@@ -16,7 +16,7 @@ from heloco.knobs import Knob
 from heloco.methods import METHODS
 from heloco.policy import SHARD_POLICIES, WEIGHTS, weight_knobs
 from heloco.registry import Registry
-from heloco.run.config import DERIVED, FIELDS, SECTIONS, RunConfig, Settings, by_section, knob_setting
+from heloco.run.config import DERIVED, FIELDS, RECIPES, SECTIONS, RunConfig, Settings, by_section, knob_setting
 from heloco.run.values import convert
 from heloco.task import BUILT_IN_TASKS, TASKS
 
@@ -39,7 +39,7 @@ def knob_settings() -> dict[str, Knob]:
     """The knobs of all rules and the options of all arrival weights, by the names of their settings."""
     knobs = {knob_setting(name): knob for method in METHODS.values() for name, knob in method.rule.knobs.items()}
     for weight in WEIGHTS:
-        knobs |= {f"weight_{name}": knob for name, knob in weight_knobs(weight).items() if name != "length"}
+        knobs |= {f"weight_{name}": knob for name, knob in weight_knobs(weight).items()}
     return knobs
 
 
@@ -68,6 +68,20 @@ def with_fields(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
         if changes:
             config = replace(config, **{section: replace(getattr(config, section), **changes)})
     return config
+
+
+def with_recipe(name: str, chosen: Settings, *, is_real: bool = False) -> Settings:
+    """The chosen settings, and the recipe's where nothing was chosen and they fit. `is_real`: for a run on real machines."""
+    if name not in RECIPES:
+        raise UserError(f"There is no recipe {name!r}; {nearest(name, list(RECIPES))}")
+    recipe = RECIPES[name]
+    fitting = without_derived(recipe, [setting for setting in chosen if chosen[setting] != ""])
+    values = {"lr": recipe["lr"]} if "lr" in recipe else {}  # it is the recipe's own, not derived from its model
+    values |= fitting | chosen
+    keeps_state = convert("keep_state", values.get("keep_state", False), bool)
+    if is_real or not keeps_state or values.get("inner_optimizer") == "sgd":
+        values = {setting: value for setting, value in values.items() if setting in chosen or setting != "second_moment"}
+    return values
 
 
 # ---- TOML

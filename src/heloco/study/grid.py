@@ -95,10 +95,7 @@ def _settings(study: Study, scale: str) -> Settings:
 
 
 def _resolved(values: Settings) -> RunConfig:
-    workers, pattern = convert("workers", values.get("workers", 0), int), _paces(values)
-    repeated = {"paces": [pattern[i % len(pattern)] for i in range(workers)]} if workers else {}
-    fields = {name: value for name, value in values.items() if name != EQUAL_STEPS}
-    config = resolve(with_fields(RunConfig(), {**fields, **repeated}))
+    config = resolve(with_fields(RunConfig(), {name: value for name, value in values.items() if name != EQUAL_STEPS}))
     return _with_equal_steps(config) if values.get(EQUAL_STEPS) else config
 
 

@@ -170,7 +170,7 @@ class Worker:
         )
         return Round(
             assignment.worker, assignment.round, assignment.version, assignment.shard, assignment.spans, assignment.inner_steps,
-            assignment.shard_steps, assignment.run_steps, parameters, buffers, self._optimizer_states.get(assignment.worker),
+            assignment.shard_steps, assignment.progress, parameters, buffers, self._optimizer_states.get(assignment.worker),
         )  # fmt: skip
 
 

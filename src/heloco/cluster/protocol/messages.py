@@ -144,7 +144,7 @@ class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field
     spans: tuple[tuple[int, int], ...]
     inner_steps: int
     shard_steps: int
-    run_steps: float
+    progress: float
     start_digest: str
     """xxh3-128 of the file that the round begins with."""
     keeps_state: bool

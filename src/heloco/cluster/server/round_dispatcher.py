@@ -39,7 +39,7 @@ class RoundDispatcher:
             held = state.run.synchronizer.held[machine.round.worker]
             return Assignment(
                 worker=held.worker, round=held.index, version=held.version, shard=held.shard, spans=held.spans,
-                inner_steps=held.inner_steps, shard_steps=held.shard_steps, run_steps=held.run_steps,
+                inner_steps=held.inner_steps, shard_steps=held.shard_steps, progress=held.progress,
                 start_digest=state.run.start_digests[held.version],
                 keeps_state=state.run.last_machines.get(held.worker) == machine.id,
             )  # fmt: skip
