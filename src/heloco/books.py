@@ -1,14 +1,10 @@
-"""A synchronizer's state as a checkpoint has it: the plain part, and the norms as a tensor."""
+"""The plain part of a synchronizer's state, as a checkpoint has it."""
 
 from dataclasses import dataclass
 
-import torch
 from msgspec import Struct
-from torch import Tensor
 
 from heloco.ledger import ShardPage, Span
-from heloco.policy import NormHistory
-from heloco.policy.norms import KEPT
 
 
 @dataclass(slots=True)
@@ -49,21 +45,3 @@ class Books(Struct, frozen=True, kw_only=True):
     held: list[RoundUnderWay]
     outer: list[dict[str, int | float | str | None]]
     """By block: what the outer rule keeps in addition to tensors."""
-
-
-def norms_as_tensor(history: NormHistory) -> Tensor:
-    """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
-    rows = history.rows()
-    table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
-    for worker, worker_rows in enumerate(rows):
-        if worker_rows:
-            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
-    return table
-
-
-def norms_from_tensor(table: Tensor | None, template: NormHistory) -> NormHistory:
-    """The history in a checkpoint; empty if that was written without a guard."""
-    history = NormHistory(len(template.rows()), template.sizes)
-    if table is not None:
-        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
-    return history

@@ -1,12 +1,14 @@
-"""What the synchronizer decides about a contribution before it counts it."""
+"""What the synchronizer decides about a contribution before it counts it, and the norms that it remembers for that."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from heloco.buffers import shorten
-from heloco.policy import Judgement
+from heloco.policy import Judgement, NormHistory
+from heloco.policy.norms import KEPT
 from heloco.rounds import ArrivalCode, Contribution, Verdict
 
 
@@ -53,3 +55,21 @@ class Judgements:
 
 class TooLarge(Exception):
     """The norm guard refuses the contribution. Only the guard's history has changed."""
+
+
+def norms_as_tensor(history: NormHistory) -> Tensor:
+    """A tensor (worker, row, norm), with zeros for rows that do not exist yet."""
+    rows = history.rows()
+    table = torch.zeros(len(rows), KEPT, 1 + len(history.sizes), dtype=torch.float64)
+    for worker, worker_rows in enumerate(rows):
+        if worker_rows:
+            table[worker, : len(worker_rows)] = torch.tensor(worker_rows, dtype=torch.float64)
+    return table
+
+
+def norms_from_tensor(table: Tensor | None, template: NormHistory) -> NormHistory:
+    """The history in a checkpoint; empty if that was written without a guard."""
+    history = NormHistory(len(template.rows()), template.sizes)
+    if table is not None:
+        history.load([[row for row in worker_rows if row[0] > 0] for worker_rows in table.tolist()])
+    return history

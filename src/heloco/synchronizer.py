@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from heloco.barrier import Barrier
-from heloco.books import Books, RoundUnderWay, norms_as_tensor, norms_from_tensor
+from heloco.books import Books, RoundUnderWay
 from heloco.buffers import are_usable, distances, largest, mix
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
@@ -24,7 +24,7 @@ from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.windows import Release
 from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, NormHistory, Weight
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
-from heloco.rulings import Judgements, Ruling, TooLarge
+from heloco.rulings import Judgements, Ruling, TooLarge, norms_as_tensor, norms_from_tensor
 from heloco.wire import blocks
 
 __all__ = ["NOT_FINITE", "Arrival", "Contribution", "Round", "Synchronizer", "Verdict"]

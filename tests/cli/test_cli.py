@@ -26,7 +26,7 @@ from support.runs import TINY, checkpoints, digests, evals, heloco, on_threads, 
 
 
 def schedule(*arguments: str) -> dict:
-    result = heloco("schedule", *arguments, "--json")
+    result = heloco("schedule", "--recipe", "plain", *arguments, "--json")
     assert (result.code, result.err) == (0, "")
     return json.loads(result.out)
 
@@ -85,8 +85,15 @@ def test_a_schedule_is_what_a_run_does(unbroken):
     assert events == [{key: line[key] for key in ("time_s", "worker", "version", "staleness")} for line in lines]
 
 
+def test_without_flags_a_schedule_is_that_of_the_default_run():
+    workers = schedule("--recipe", "best")["workers"]
+    assert [worker["inner_steps"] for worker in workers] == [10, 10, 5, 3, 2]
+    assert workers == json.loads(heloco("schedule", "--json").out)["workers"]
+
+
 def test_a_schedule_as_text():
-    result = heloco("schedule", "--paces", "1,3", "--inner-steps", "2", "--arrivals", "6", "--events")
+    plain = ("--recipe", "plain", "--paces", "1,3", "--inner-steps", "2", "--arrivals", "6")
+    result = heloco("schedule", *plain, "--events")
     assert result.code == 0
     assert result.out.splitlines()[:2] == [
         "           2 s  worker 0  version 0  staleness 0",
@@ -104,13 +111,15 @@ def test_methods_names_every_method_with_its_equation_and_knobs():
     result = heloco("methods")
     assert result.code == 0
     sections = {section.split("\n")[0]: section for section in result.out.strip().split("\n\n")}
+    advice = sections.pop("What to use")
+    assert "heloco-adaptive with --assign flexible" in advice and "--assign fixed" in advice
     assert list(sections) == list(METHODS) == [
         "sync-nesterov", "async-nesterov", "delayed-nesterov", "mla", "mla-lookahead", "heloco", "heloco-ramp",
         "heloco-adaptive",
     ]  # fmt: skip
     for name, method in METHODS.items():
         assert method.equation in sections[name] and method.about in sections[name]
-        assert f"ρ: {method.weight} " in sections[name]
+        assert f"ρ: {method.weight}" in sections[name] and method.flexible_weight in sections[name]
         for knob, value in method.knobs().items():
             assert value is None or f"{knob}={value}" in sections[name]
     assert "reorient=ramp, weigh=before" in sections["heloco-ramp"] and "lr=0.07" in sections["async-nesterov"]

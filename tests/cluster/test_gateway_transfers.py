@@ -170,7 +170,7 @@ def test_a_download_goes_on_in_the_next_call_too(served, proxied):
 def test_a_half_open_connection_is_noticed_and_left(served, proxied, direction):
     """Nobody says that it is broken: it just stays silent. The next connection takes over where it stopped."""
     proxy = proxied(served.port, **{direction: [40_000]}, fault="freeze")
-    link = served.link(proxy.port, timeout_s=0.5)
+    link = served.link(proxy.port, timeout_s=1.5)
     machine = Machine(link)
     key = machine.take()
     if direction == "down":

@@ -7,7 +7,7 @@ from torch import Tensor
 from heloco.cluster.server.open_run import check_servable
 from heloco.engine.simulate import simulate
 from heloco.errors import UserError
-from heloco.inner.second_moment import is_table, shared_memory
+from heloco.inner.second_moment import SharedMoment, is_table
 from heloco.run import RunConfig, resolve, with_fields
 
 BETA2 = 0.9
@@ -31,7 +31,7 @@ def test_pooled_is_the_mean_of_the_corrected_moments() -> None:
     memories = [kept(0, 3), None, kept(1, 80)]
     for worker in (0, 2):
         before = {name: t.clone() for name, t in memories[worker].items()}
-        pooled_memory = shared_memory("pooled", BETA2, worker, memories)
+        pooled_memory = SharedMoment("pooled", BETA2)(worker, memories)
         for name, tensor in memories[worker].items():
             assert torch.equal(tensor, before[name])  # what the worker kept stays its own
             if name.endswith("exp_avg_sq"):
@@ -43,7 +43,7 @@ def test_pooled_is_the_mean_of_the_corrected_moments() -> None:
 
 def test_rows_of_a_table_are_raised_to_the_mean_and_nothing_else_changes() -> None:
     memories = [kept(0, 30), kept(1, 3), kept(2, 7)]
-    raised_memory = shared_memory("rows", BETA2, 1, memories)
+    raised_memory = SharedMoment("rows", BETA2)(1, memories)
     means = [corrected(memory, "0.exp_avg_sq").mean(1) for memory in memories]
     ours, mean = means[1], sum(means) / 3
     raised = corrected(raised_memory, "0.exp_avg_sq").mean(1)
@@ -58,19 +58,19 @@ def test_rows_of_a_table_are_raised_to_the_mean_and_nothing_else_changes() -> No
 @pytest.mark.parametrize("sharing", ["pooled", "rows"])
 def test_who_is_alone_or_has_kept_nothing_starts_with_its_own(sharing: str) -> None:
     alone = kept(0, 3)
-    assert shared_memory(sharing, BETA2, 0, [alone, None]) is alone
-    assert shared_memory(sharing, BETA2, 1, [alone, None, kept(1, 3)]) is None
+    assert SharedMoment(sharing, BETA2)(0, [alone, None]) is alone
+    assert SharedMoment(sharing, BETA2)(1, [alone, None, kept(1, 3)]) is None
 
 
 def test_a_model_without_a_table_shares_no_rows() -> None:
     memories = [{name: t for name, t in kept(seed, 3).items() if not name.startswith("0.")} for seed in (0, 1)]
-    assert shared_memory("rows", BETA2, 0, memories) is memories[0]
+    assert SharedMoment("rows", BETA2)(0, memories) is memories[0]
 
 
 @pytest.mark.parametrize("sharing", ["pooled", "rows"])
 def test_equal_workers_share_what_they_have(sharing: str) -> None:
     memories = [kept(0, 3), kept(0, 3)]
-    for name, shared in shared_memory(sharing, BETA2, 0, memories).items():
+    for name, shared in SharedMoment(sharing, BETA2)(0, memories).items():
         torch.testing.assert_close(shared, memories[0][name], rtol=1e-12, atol=1e-15)
 
 

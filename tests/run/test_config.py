@@ -92,6 +92,8 @@ def test_what_is_chosen_comes_before_the_recipe_and_what_depends_on_it_follows()
     for chosen in ({"keep_state": False}, {"keep_state": "false"}, {"inner_optimizer": "sgd"}):
         assert best(**chosen).inner.second_moment == ""
     assert best(is_real=True, paces=[1, 1]).inner.second_moment == ""
+    external = best(is_real=True, paces=[1, 1], task="external")
+    assert (external.rounds.assign, external.outer.weight) == ("fixed", "annealed")  # the data is the machines' own
     with pytest.raises(UserError, match="second_moment is about AdamW's state, and sgd has no such state"):
         best(inner_optimizer="sgd", second_moment="rows")
 

@@ -115,9 +115,10 @@ def add_schedule_flags(parser: Parser) -> None:
     parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
     parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
     parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
-    parser.add_argument("--method", metavar="NAME", default="heloco-ramp", help="only whether it waits matters [heloco-ramp]")
-    parser.add_argument("--steps", metavar="{constant,dylu}", default="constant", help="H for all, or DyLU [constant]")
-    parser.add_argument("--grace", metavar="X", default="0", help="grace period, a share of the fastest worker's round [0]")
+    parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper or plain, as in `heloco train` [best]")
+    parser.add_argument("--method", metavar="NAME", help="only whether it waits matters [the recipe's]")
+    parser.add_argument("--steps", metavar="{constant,dylu}", help="H for all, or DyLU [the recipe's]")
+    parser.add_argument("--grace", metavar="X", help="grace period, a share of the fastest worker's round [the recipe's]")
     parser.add_argument("--events", action="store_true", help="list every arrival")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -323,9 +324,12 @@ def schedule(parsed: argparse.Namespace) -> int:
     from heloco.policy import inner_steps
     from heloco.report.terminal import schedule_table
     from heloco.run import RunConfig, resolve, with_fields
+    from heloco.run.config import Settings
+    from heloco.run.settings import with_recipe
 
     names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace")
-    config = resolve(with_fields(RunConfig(), {name: getattr(parsed, name) for name in names}))
+    chosen: Settings = {name: value for name in names if (value := getattr(parsed, name)) is not None}
+    config = resolve(with_fields(RunConfig(), with_recipe(parsed.recipe, chosen)))
     rounds = config.rounds
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
     events = planned_arrivals(config)
@@ -342,6 +346,12 @@ def schedule(parsed: argparse.Namespace) -> int:
     return 0
 
 
+WHAT_TO_USE = """What to use
+    If data may move between machines: the default, heloco-adaptive with --assign flexible.
+    If a shard must stay on its machine: the same with --assign fixed.
+    For the paper's setting: --recipe paper, with any --method. results/README.md compares them."""
+
+
 def methods(parsed: argparse.Namespace) -> int:
     from heloco.methods import METHODS
     from heloco.run.settings import NAMED
@@ -351,7 +361,7 @@ def methods(parsed: argparse.Namespace) -> int:
     described: list[dict[str, Any]] = [
         {
             "name": m.name, "about": m.about, "equation": m.equation, "rule": m.rule.__name__,
-            "weight": m.weight, "barrier": m.barrier, "knobs": m.knobs(),
+            "weight": m.weight, "flexible_weight": m.weight_for("flexible"), "barrier": m.barrier, "knobs": m.knobs(),
         }
         for m in METHODS.values()
     ]  # fmt: skip
@@ -361,5 +371,7 @@ def methods(parsed: argparse.Namespace) -> int:
     for method in described:
         knobs = ", ".join(f"{name}={value}" for name, value in method["knobs"].items() if value is not None)
         print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
-        print(f"    ρ: {method['weight']}   knobs: {knobs}\n")
+        weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
+        print(f"    ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}\n")
+    print(WHAT_TO_USE)
     return 0

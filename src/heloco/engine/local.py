@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -13,7 +12,7 @@ from heloco.engine.build import build_parts, model_digest, pick_device, plugins_
 from heloco.engine.simulation import NS, ClockState, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.inner import SequentialInner
-from heloco.inner.second_moment import shared_memory
+from heloco.inner.second_moment import SharedMoment
 from heloco.outer.kernels import name_for
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.json_numbers import finite_measures
@@ -117,7 +116,7 @@ class LocalRun:
             paces_s=config.rounds.paces,
             arrivals=config.run.arrivals,
             grace_s=config.rounds.grace_s,
-            share=partial(shared_memory, config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
+            share=SharedMoment(config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
         )
         self.units = 0
         self._evaluated_at = -1

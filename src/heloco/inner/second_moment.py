@@ -21,38 +21,51 @@ Memory = dict[str, Tensor]
 """AdamW's state as `SequentialInner` keeps it: "3.exp_avg_sq" belongs to the fourth parameter."""
 
 
-@torch.no_grad()
-def shared_memory(sharing: str, beta2: float, worker: int, worker_memories: Sequence[Memory | None]) -> Memory | None:
-    """The state that a worker begins a round with, from what each worker kept; None before its first round."""
-    worker_memory, memories = worker_memories[worker], [memory for memory in worker_memories if memory]
-    if worker_memory is None or len(memories) < 2:
-        return worker_memory
-    step = next(name for name in worker_memory if name.endswith(".step"))
-    names = [
-        name
-        for name, moment in worker_memory.items()
-        if name.endswith(".exp_avg_sq") and (sharing == "pooled" or is_table(moment))
-    ]
-    if not names:
-        return worker_memory
-    corrections = [1 - beta2 ** memory[step].double() for memory in memories]  # on their device: the host does not wait
-    ours = 1 - beta2 ** worker_memory[step].double()
+class SharedMoment:
+    """Makes the state that a worker begins a round with from what each worker kept.
 
-    def mean(moments_of: Sequence[list[Tensor]]) -> list[Tensor]:
-        total: list[Tensor] = []
-        for moments, correction in zip(moments_of, corrections, strict=True):
-            scaled = list(torch._foreach_mul(moments, ours / correction / len(memories)))
-            total = list(torch._foreach_add(total, scaled)) if total else scaled
-        return total
+    Called with the worker's number and the workers' states (None before a first round). Row means are computed once for each
+    state: with many workers, most of them have not changed since the last call."""
 
-    if sharing == "pooled":
-        return {**worker_memory, **dict(zip(names, mean([[memory[name] for name in names] for memory in memories]), strict=True))}
-    means = mean([[_rows(memory[name]) for name in names] for memory in memories])
-    raised = {
-        name: worker_memory[name] + (row - _rows(worker_memory[name])).clamp(min=0)
-        for name, row in zip(names, means, strict=True)
-    }
-    return {**worker_memory, **raised}
+    def __init__(self, sharing: str, beta2: float) -> None:
+        self.sharing, self.beta2 = sharing, beta2
+        self._brought: dict[int, tuple[Memory, list[Tensor]]] = {}
+        """Worker -> a state, and the corrected row means of it."""
+
+    @torch.no_grad()
+    def __call__(self, worker: int, worker_memories: Sequence[Memory | None]) -> Memory | None:
+        worker_memory = worker_memories[worker]
+        present = [(other, memory) for other, memory in enumerate(worker_memories) if memory]
+        if worker_memory is None or len(present) < 2 or not (names := self._names(worker_memory)):
+            return worker_memory
+        correction = self._correction(worker_memory)
+        brought = [self._bring(other, memory, names) for other, memory in present]
+        means = [torch.stack(each).mean(0) * correction for each in zip(*brought, strict=True)]
+        if self.sharing == "rows":
+            means = [
+                worker_memory[name] + (mean - _rows(worker_memory[name])).clamp(min=0)
+                for name, mean in zip(names, means, strict=True)
+            ]
+        return {**worker_memory, **dict(zip(names, means, strict=True))}
+
+    def _names(self, memory: Memory) -> list[str]:
+        """The second moments that are shared."""
+        is_shared = is_table if self.sharing == "rows" else lambda _: True
+        return [name for name, moment in memory.items() if name.endswith(".exp_avg_sq") and is_shared(moment)]
+
+    def _correction(self, memory: Memory) -> Tensor:
+        """AdamW's 1 − β2^t. It stays on its device, so that the host does not wait."""
+        step = next(tensor for name, tensor in memory.items() if name.endswith(".step"))
+        return 1 - self.beta2 ** step.double()
+
+    def _bring(self, worker: int, memory: Memory, names: Sequence[str]) -> list[Tensor]:
+        """The worker's moments, or their row means, corrected. Whole moments are not kept: they are as large as the model."""
+        if self.sharing == "pooled":
+            return [memory[name] / self._correction(memory) for name in names]
+        if worker not in self._brought or self._brought[worker][0] is not memory:
+            correction = self._correction(memory)
+            self._brought[worker] = memory, [_rows(memory[name]) / correction for name in names]
+        return self._brought[worker][1]
 
 
 def _rows(moment: Tensor) -> Tensor:

@@ -80,8 +80,14 @@ def with_recipe(name: str, chosen: Settings, *, is_real: bool = False) -> Settin
     values |= fitting | chosen
     keeps_state = convert("keep_state", values.get("keep_state", False), bool)
     if is_real or not keeps_state or values.get("inner_optimizer") == "sgd":
-        values = {setting: value for setting, value in values.items() if setting in chosen or setting != "second_moment"}
+        values = _without_unchosen("second_moment", values, chosen)
+    if values.get("task") == "external":  # each machine has its own data
+        values = _without_unchosen("assign", values, chosen)
     return values
+
+
+def _without_unchosen(name: str, values: Settings, chosen: Settings) -> Settings:
+    return {setting: value for setting, value in values.items() if setting != name or setting in chosen}
 
 
 # ---- TOML
