@@ -1,6 +1,6 @@
 """The README's picture: a run's last live panel and its tables, as the terminal shows them.
 
-python docs/draw_run.py runs/heloco-ramp-001 docs/run.svg
+python docs/draw_run.py runs/heloco-adaptive-001 docs/run.svg
 """
 
 import io
