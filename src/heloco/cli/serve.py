@@ -23,6 +23,8 @@ FAREWELL_S = 15.0
 SILENT_BEATS = 3  # a machine that is silent for longer will not hear of the end
 LINGER_S = 1.2
 """Seconds to stay up after the end. `heloco watch` elsewhere looks twice a second, and must get the last lines."""
+RELEASE_S = 5.0
+"""How long a run that is served again waits for its port. If `heloco serve` is killed, its child ends a moment after it."""
 PAGE = "heloco.cli.page:page_of"
 EVERYWHERE = "0.0.0.0"
 
@@ -58,7 +60,8 @@ def serve(parsed: argparse.Namespace) -> int:
     cert, key = (str(Path(path).resolve()) if path else "" for path in (parsed.cert, parsed.key))
     listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
     if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
-        check_port(host, port)
+        is_old_run = parsed.run is not None and parsed.run.is_dir()
+        check_port(host, port, wait_s=RELEASE_S if is_old_run else 0.0)
     spec = spec_for(parsed, local, listen)
     if parsed.is_program and CAN_RESTART and serves_here(spec, parsed.ray):
         from heloco.cli.warm_serve import serve_in_children
@@ -82,11 +85,18 @@ def outward_address() -> str:
     return "localhost"
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises UserError before a run is begun that could not be served."""
+def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
+    """Raises UserError before a run is begun that could not be served. A port that is taken may become free within `wait_s`."""
     from heloco.cluster.gateway.server import listen
 
-    listen(host, port).close()
+    until = time.monotonic() + wait_s
+    while True:
+        try:
+            return listen(host, port).close()
+        except UserError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def parse_count(text: str, name: str) -> int:
