@@ -5,16 +5,18 @@ import json
 import re
 import signal
 import socket
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from heloco.cli.mirror import FIXED, GROWING, Mirror
-from heloco.cli.serve import outward_address, own_names, reachable
+from heloco.cli.serve import check_port, outward_address, own_names, reachable
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.server.process import ListenConfig, ServeSpec
+from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER, segments
 from support.programs import HERE, SMALL, Program, Programs, Served, assert_whole, get, wait_until
 from support.runs import assert_refused, checkpoints, heloco, tape, write_text
@@ -227,6 +229,18 @@ def test_kill_of_the_synchronizer(programs: Programs, tmp_path: Path) -> None:
     worker_result = worker.end()
     assert worker_result.code == 0 and worker_result.out.endswith("The run has ended: all arrivals are in\n"), worker_result
     assert_whole(run, 120)
+
+
+def test_a_port_that_becomes_free_is_waited_for() -> None:
+    """The child of a `heloco serve` that was killed holds the port for a moment."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is taken"):
+            check_port("127.0.0.1", port)
+        release = threading.Timer(0.3, taken.close)
+        release.start()
+        check_port("127.0.0.1", port, wait_s=30)
+        release.join()
 
 
 def test_how_others_call_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,7 +112,9 @@ def add_export_flags(parser: Parser) -> None:
 
 def add_schedule_flags(parser: Parser) -> None:
     parser.add_argument("--paces", metavar="X,X,…", default="1,1,2,3,6", help="seconds per inner step of each worker [1,1,2,3,6]")
-    parser.add_argument("--workers", metavar="N", default="0", help="how many workers, if one pace is everybody's")
+    parser.add_argument(
+        "--workers", metavar="N", default="0", help="how many workers; they have the paces in turn [as many as paces]"
+    )
     parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
     parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
     parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper or plain, as in `heloco train` [best]")
