@@ -115,6 +115,55 @@ def test_files_of_a_run_are_named_in_one_module():
             assert not texts & names, path
 
 
+DEFINITIONS = {
+    f"{name_of(path)}.{node.name}": (path, node)
+    for path in MODULES
+    for node in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(node, ast.FunctionDef | ast.ClassDef)
+}
+"""Functions and classes at the top of a module."""
+PASSED_ON = {
+    f"{name_of(path)}.{name.rpartition('.')[2]}": name
+    for path in MODULES
+    if path.name == "__init__.py"
+    for _, name in imports_of(path)
+}
+"""What a room's `__init__` imports, by the name under which others import it from there."""
+SIGNATURES_OF_OTHERS = {
+    "heloco.cluster.client.hf_callback.HeLoCoCallback",  # the Trainer's callbacks
+    "heloco.outer.heloco.HeLoCo",  # torch's optimizers: parameter groups and states
+    "heloco.outer.optimizer.OuterOptimizer",
+    "heloco.uvicorn_internals.Http",  # uvicorn's protocols
+}
+"""Classes whose methods another library calls."""
+
+
+def annotations_of(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
+    """The types of what a function, or the public part of a class, takes and gives."""
+    if isinstance(node, ast.FunctionDef):
+        arguments = node.args.args + node.args.kwonlyargs
+        yield from (ast.unparse(annotation) for a in [*arguments, node] if (annotation := _annotation(a)) is not None)
+        return
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and (part.name == "__init__" or not part.name.startswith("_")):
+            yield from annotations_of(part)
+        elif isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
+            yield ast.unparse(part.annotation)
+
+
+def _annotation(node: ast.arg | ast.FunctionDef) -> ast.expr | None:
+    return node.annotation if isinstance(node, ast.arg) else node.returns
+
+
+def test_what_crosses_a_border_has_a_type_of_its_own():
+    """No function or class that another room imports takes or gives a `dict[str, Any]`."""
+    imported = {(PASSED_ON.get(name, name), room_of(path)) for path in MODULES for _, name in imports_of(path)}
+    crossing = {name for name, room in imported if name in DEFINITIONS and room_of(DEFINITIONS[name][0]) != room}
+    assert len(crossing) > 300
+    untyped = {name for name in crossing if any("dict[str, Any]" in text for text in annotations_of(DEFINITIONS[name][1]))}
+    assert untyped <= SIGNATURES_OF_OTHERS, untyped - SIGNATURES_OF_OTHERS
+
+
 def cluster_room_of(module: str) -> str:
     return module.split(".")[2]
 

@@ -17,15 +17,15 @@ def add_report_flags(parser: Parser) -> None:
 
 
 def report(parsed: argparse.Namespace) -> int:
-    from heloco.report.page_data import page_data
-    from heloco.report.page_writer import check_parts, render_report
+    from heloco.report.page_data import render_runs
+    from heloco.report.page_writer import check_parts
     from heloco.report.run_reader import read_runs
 
     check_parts()
     out: Path = parsed.out
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'report.html'}.")
-    write(out, render_report(page_data(read_runs(parsed.folders))))
+    write(out, render_runs(read_runs(parsed.folders)))
     print(f"Wrote {out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser.")
     return 0
 

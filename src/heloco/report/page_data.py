@@ -11,6 +11,7 @@ from heloco.report.charts import correction_map, curves, machine_charts, worker_
 from heloco.report.charts.chart import Bars, Chart, Content, Heat, Spans, View, run_colours
 from heloco.report.charts.figures import Figure, Panel, describe_figure, y_ranges
 from heloco.report.machine_tables import machine_tables
+from heloco.report.page_writer import render_report
 from heloco.report.run_reader import Run
 
 
@@ -26,6 +27,11 @@ def charts_of(runs: Sequence[Run]) -> list[Chart]:
         charts += [worker_charts.histogram(runs), worker_charts.shares(runs), machine_charts.shares(runs)]
         charts += [None if is_external else training, correction_map.correction(runs)]
     return [chart for chart in charts if chart is not None]
+
+
+def render_runs(runs: Sequence[Run]) -> str:
+    """The report of these runs: one HTML page."""
+    return render_report(page_data(runs))
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:

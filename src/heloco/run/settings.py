@@ -48,7 +48,8 @@ def setting_sections() -> dict[str, str]:
     return FIELDS | dict.fromkeys(knob_settings(), "outer")
 
 
-def setting_types() -> dict[str, Any]:  # types and unions of types
+def setting_types() -> dict[str, object]:
+    """The name of every setting -> its type, or a union of types."""
     hints = {name: hint for kind in SECTIONS.values() for name, hint in get_type_hints(kind).items() if name in FIELDS}
     return hints | {name: knob.kind for name, knob in knob_settings().items()}
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
 from heloco.report.charts.drawing import available, draw
@@ -28,6 +30,23 @@ from heloco.study.study_figures import figures_of
 from heloco.study.tables import tables_of
 
 MANIFEST, PAGE = "study.json", "index.html"
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What study.json says."""
+
+    study: str
+    scale: str
+    data: str
+    """The digest of the data."""
+    sources: list[str]
+    seeds: list[int]
+    rows: list[str]
+    methods: list[str]
+    runs: list[str]
+    """Their digests, which are the names of their files."""
+    files: list[str]
+    """What else was written into the folder."""
 
 
 @dataclass(frozen=True)
@@ -52,37 +71,39 @@ class Folder:
                 raise UserError(f"{place} is no folder: choose another --out.")
         self.store.check()
         if self.path.exists() and any(self.path.iterdir()):
-            self.manifest()
+            self._manifest()
         elif self.out.exists() and any(self.out.iterdir()) and not self.store.folder.exists() and not any(self._others()):
             raise UserError(f"{self.out} belongs to something else (there is no study in it): choose another --out.")
 
     def _others(self) -> list[Path]:
         return sorted(self.out.glob(f"*/{MANIFEST}"))
 
-    def manifest(self) -> dict[str, Any]:
+    def _manifest(self) -> "Manifest":
         path = self.path / MANIFEST
         try:
-            manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if manifest["study"] != self.study or not {"scale", "data", "files"} <= manifest.keys():
-                raise ValueError(f"it is of {manifest['study']!r}")
+            manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
+            if manifest.study != self.study:
+                raise ValueError(f"it is of {manifest.study!r}")
         except FileNotFoundError:
             raise UserError(
                 f"{self.path} belongs to something else (it has no {MANIFEST}): choose another --out, or empty it."
             ) from None
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{path} is no {MANIFEST} of this study ({error}): delete it, or choose another --out.") from error
         return manifest
+
+    def files(self) -> list[str]:
+        """The files that an earlier call wrote here."""
+        return self._manifest().files if (self.path / MANIFEST).exists() else []
 
     def check_same(self, plan: Plan) -> None:
         """Refuses to put results of another scale or other data in the place of those that are there."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return
-        manifest = self.manifest()
-        if manifest["scale"] != plan.scale:
-            raise UserError(
-                f"{self.path} holds this study at --scale {manifest['scale']}, not {plan.scale}: choose another --out."
-            )
-        if manifest["data"] != plan.data:
+        manifest = self._manifest()
+        if manifest.scale != plan.scale:
+            raise UserError(f"{self.path} holds this study at --scale {manifest.scale}, not {plan.scale}: choose another --out.")
+        if manifest.data != plan.data:
             raise UserError(f"{self.path} holds this study of other data or another tokenizer: choose another --out.")
 
 
@@ -93,12 +114,12 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
     study, path = results.study, folder.path
     with disk_errors(path, "give the same command again: finished runs are kept."):
         path.mkdir(parents=True, exist_ok=True)
-        before = folder.manifest()["files"] if (path / MANIFEST).exists() else []
+        files_before = folder.files()
         csvs = {f"{_slug(table.title)}.csv": as_csv(table) for table in tables}
         drawn = [f"{figure.name}{end}" for figure in figures for end in (".svg", ".png")] if available() else []
         files = [f"{study.name}.json", "tables.md", *csvs, *drawn, PAGE]
-        write_atomically(path / MANIFEST, _json(_manifest(results, plan, files)))  # first: now the folder is known as ours
-        for name in set(before) - set(files):
+        write_atomically(path / MANIFEST, _json(_manifest_of(results, plan, files)))  # first: now the folder is known as ours
+        for name in set(files_before) - set(files):
             (path / Path(name).name).unlink(missing_ok=True)
         write_atomically(path / f"{study.name}.json", _json(_numbers(results)))
         write_atomically(path / "tables.md", "\n\n".join(map(as_markdown, tables)).encode() + b"\n")
@@ -111,18 +132,11 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
     return tables
 
 
-def _manifest(results: Results, plan: Plan, files: Sequence[str]) -> dict[str, Any]:
-    return {
-        "study": results.study.name,
-        "scale": results.scale,
-        "data": plan.data,
-        "sources": results.sources,
-        "seeds": results.seeds,
-        "rows": results.rows,
-        "methods": results.methods,
-        "runs": results.digests,
-        "files": list(files),
-    }
+def _manifest_of(results: Results, plan: Plan, files: Sequence[str]) -> Manifest:
+    return Manifest(
+        study=results.study.name, scale=results.scale, data=plan.data, sources=results.sources, seeds=results.seeds,
+        rows=results.rows, methods=results.methods, runs=results.digests, files=list(files),
+    )  # fmt: skip
 
 
 def _numbers(results: Results) -> dict[str, Any]:
@@ -149,7 +163,7 @@ def _introduction(results: Results, plan: Plan) -> Text:
 
 
 def _json(content: Any) -> bytes:
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    return json.dumps(msgspec.to_builtins(content), indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _slug(title: str) -> str:
