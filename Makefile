@@ -3,7 +3,7 @@
 # make test    sets up .venv with the developers' tools, then lint, types and all tests
 PYTHON ?= python3
 BIN := .venv/bin
-BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c
+BUILT := pyproject.toml constraints.txt src/heloco/outer/kernels/native.c src/heloco/wire/codes.c
 
 .PHONY: train test test-long soak attack lint bench bench-cluster bench-gpu pictures setup setup-dev clean
 
@@ -74,4 +74,4 @@ setup-dev: .venv/installed-dev
 	@touch $@ .venv/installed
 
 clean:
-	rm -rf .venv build src/heloco.egg-info src/heloco/outer/kernels/_native*
+	rm -rf .venv build src/heloco.egg-info src/heloco/outer/kernels/_native* src/heloco/wire/_codes*

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from heloco.buffers import mix
+from heloco.outer.kernels import Numbers
 from heloco.outer.kernels.portable import pieces
-from heloco.outer.kernels.windows import Release, give_back
+from heloco.outer.kernels.windows import Block, Release, brought_to, give_back
 
 
 class Barrier:
@@ -21,7 +23,7 @@ class Barrier:
     def add(
         self,
         parameters: Sequence[Tensor],
-        pseudo_gradient: Sequence[Tensor],
+        pseudo_gradient: Sequence[Block],
         weights: Sequence[float],
         buffers: Sequence[Tensor],
         release: Release | None = None,
@@ -35,9 +37,15 @@ class Barrier:
             share = 1 / len(self.workers)  # the mean moves by 1/2, 1/3, …, so equal values stay equal to the bit
             self.buffers = [mix(mean, b, share) for mean, b in zip(self.buffers, buffers, strict=True)]
         for total, delta, weight in zip(self.sums, pseudo_gradient, weights, strict=True):
-            for part, delta_part in pieces(total, delta.to(total.device)):
+            for part, delta_part in pieces(total, brought_to(total.device, delta, None)):
                 part.add_(delta_part.to(part.dtype) * weight)  # rounded before it is added: `alpha=` may fuse the two
             give_back(delta, release)
 
     def open(self) -> None:
         self.workers, self.sums, self.buffers = [], [], []
+
+
+def can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:
+    """Whether all blocks are finite, and so small that the square of the sum of such blocks of all workers does not overflow."""
+    limits = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
+    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(limits)).all())  # False for NaN

@@ -25,6 +25,16 @@ class RoundUnderWay:
     """The part of the run's arrivals that were in before this round: the position of a learning-rate schedule by run."""
 
 
+class Reservation(Struct, frozen=True):
+    """The data of a worker's next round, handed out before its start is known."""
+
+    shard: int
+    spans: tuple[Span, ...]
+    inner_steps: int
+    shard_steps: int
+    progress: float
+
+
 class Books(Struct, frozen=True, kw_only=True):
     """A synchronizer's state without its tensors."""
 
@@ -43,5 +53,7 @@ class Books(Struct, frozen=True, kw_only=True):
     """Those whose contributions wait at the barrier."""
     ledger: list[ShardPage]
     held: list[RoundUnderWay]
+    reserved: dict[int, Reservation]
+    """By worker."""
     outer: list[dict[str, int | float | str | None]]
     """By block: what the outer rule keeps in addition to tensors."""

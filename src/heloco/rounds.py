@@ -1,5 +1,6 @@
 """Round, Contribution and Arrival: the types that every engine shares."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -7,9 +8,23 @@ from torch import Tensor
 from heloco.books import RoundUnderWay
 from heloco.ledger import Span
 from heloco.outer import Outcome
-from heloco.outer.kernels.windows import Release
+from heloco.outer.kernels.windows import Block, Release
 from heloco.verdicts import ArrivalCode as ArrivalCode
 from heloco.verdicts import Verdict as Verdict
+
+
+@dataclass(slots=True)
+class Overlap:
+    """The part of a round that a worker does before the round's start has arrived.
+
+    It goes on from its own parameters. When a block of the start arrives, after `merge_steps` inner steps, the block becomes
+    share · own + (1 − share) · start. The pseudo-gradient is start − end, as in any round."""
+
+    share: float
+    merge_steps: list[int] = field(default_factory=list)
+    """By block."""
+    parameters: list[Tensor] | None = field(default=None, repr=False)
+    """The worker's own, after its last round. None: there was no such round, and the worker waits for the start."""
 
 
 @dataclass(slots=True)
@@ -21,6 +36,8 @@ class Round(RoundUnderWay):
     buffers: list[Tensor] = field(default_factory=list, repr=False)
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
     """The worker's optimizer state after its last round. It belongs to the worker; engines only pass it on."""
+    overlap: Overlap | None = None
+    """None: the worker begins with the start."""
 
 
 @dataclass(slots=True)
@@ -30,7 +47,7 @@ class Contribution:
     worker: int
     index: int
     version: int
-    pseudo_gradient: list[Tensor] = field(default_factory=list, repr=False)
+    pseudo_gradient: Sequence[Block] = field(default_factory=list, repr=False)
     buffers: list[Tensor] = field(default_factory=list, repr=False)
     loss: float | None = None
     """Mean training loss over the round."""
@@ -39,6 +56,8 @@ class Contribution:
     units: int = 0
     """Tokens or examples, whichever the task counts."""
     memory: dict[str, Tensor] | None = field(default=None, repr=False)
+    end: list[Tensor] | None = field(default=None, repr=False)
+    """The worker's own parameters after a round with `Overlap`."""
     release: Release | None = field(default=None, repr=False)
     """Gives back what was read of tensors in a mapped file."""
 

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from heloco.barrier import Barrier
-from heloco.books import Books, RoundUnderWay
+from heloco.barrier import Barrier, can_be_added
+from heloco.books import Books, Reservation, RoundUnderWay
 from heloco.buffers import are_usable, distances, largest, mix
 from heloco.ledger import Ledger
 from heloco.outer import NotFinite, OuterOptimizer, ScaleBlocks
 from heloco.outer.kernels import Numbers
-from heloco.outer.kernels.windows import Release
+from heloco.outer.kernels.windows import Block, Release
 from heloco.policy import ArrivalCounts, Choose, Drop, Judgement, NormGuard, NormHistory, Weight
 from heloco.rounds import NOT_FINITE, Arrival, Contribution, Round, Verdict
 from heloco.rulings import Judgements, Ruling, TooLarge, norms_as_tensor, norms_from_tensor
@@ -70,6 +69,8 @@ class Synchronizer:
         """Inner steps of each worker's accepted contributions."""
         self.held: dict[int, RoundUnderWay] = {}
         """The round each worker holds, without its tensors."""
+        self.reserved: dict[int, Reservation] = {}
+        """The data of the next round of each worker that does not wait for its start."""
         self.norms = NormHistory(self.workers, [p.numel() for p in self.parameters])
         self._distances = NormHistory(self.workers, [1] * len(self.buffers))
         self._barrier = Barrier()
@@ -108,17 +109,33 @@ class Synchronizer:
             raise ValueError(
                 f"worker {worker} already holds round {self.held[worker].index}: it must return or abandon it first."
             )
-        index, steps = self.rounds_of[worker], self.inner_steps[worker]
-        shard = self.choose_shard(worker, index, self.ledger.pages)
-        shard_steps = self.ledger.pages[shard].steps
-        spans = self.ledger.take(shard, steps * self.windows_per_step, steps)
-        terms = (worker, index, self.outer_step, shard, spans, steps, shard_steps, self._progress(self.arrivals))
+        if worker not in self.reserved:
+            self.reserve(worker)
+        data = self.reserved.pop(worker)
+        where = data.shard, data.spans, data.inner_steps, data.shard_steps, data.progress
+        terms = worker, self.rounds_of[worker], self.outer_step, *where
         self.held[worker] = RoundUnderWay(*terms)
         if self.outer is None or not with_start:
             return Round(*terms)
         if self._start is None:  # one look-ahead model for all rounds of this version
             self._start = self.outer.lookahead()
         return Round(*terms, parameters=self._start, buffers=list(self.buffers))
+
+    def reserve(self, worker: int) -> Reservation:
+        """Hands out the data of the worker's next round before that is dispatched: the worker need not wait for its start."""
+        if worker in self.reserved:
+            raise ValueError(f"worker {worker} has the data of its next round already.")
+        index, steps = self.rounds_of[worker] + (worker in self.held), self.inner_steps[worker]
+        shard = self.choose_shard(worker, index, self.ledger.pages)
+        shard_steps = self.ledger.pages[shard].steps
+        spans = self.ledger.take(shard, steps * self.windows_per_step, steps)
+        self.reserved[worker] = Reservation(shard, spans, steps, shard_steps, self._progress(self.arrivals))
+        return self.reserved[worker]
+
+    def cancel(self, worker: int) -> None:
+        """Takes the data of the worker's next round back."""
+        data = self.reserved.pop(worker)
+        self.ledger.give_back(data.shard, data.spans, data.inner_steps)
 
     def start(self, names: Iterable[str]) -> Iterator[Tensor]:
         """The start of the current version, in the order of these names (parameter.0, …, buffer.0, …). Large parameters come in
@@ -273,7 +290,7 @@ class Synchronizer:
 
     def _step(
         self,
-        pseudo_gradient: Sequence[Tensor],
+        pseudo_gradient: Sequence[Block],
         weight: float,
         scale: ScaleBlocks | None = None,
         release: Release | None = None,
@@ -294,7 +311,7 @@ class Synchronizer:
         judgements = Judgements()
         if self.outer is not None:
             squares = self.outer.squares(contribution.pseudo_gradient, contribution.release)
-            if not _can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
+            if not can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
                 judgements = self._judge(contribution, held, squares)
@@ -323,7 +340,7 @@ class Synchronizer:
             outer_step=self.outer_step, arrivals=self.arrivals, refused_in_a_row=self.refused_in_a_row,
             rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of), steps_of=list(self.steps_of),
             inner_steps=list(self.inner_steps), gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
-            held=list(self.held.values()),
+            held=list(self.held.values()), reserved=dict(self.reserved),
             outer=[
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
             ],
@@ -350,6 +367,7 @@ class Synchronizer:
         self._barrier.workers = list(books.gathered_workers)
         self.ledger.load(books.ledger)
         self.held = {held.worker: held for held in books.held}
+        self.reserved = dict(books.reserved)
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
 
@@ -379,9 +397,3 @@ class Synchronizer:
 
 
 _shape = attrgetter("shape")
-
-
-def _can_be_added(squares: Numbers, parameters: Sequence[Tensor], share: float) -> bool:
-    """Whether all blocks are finite, and so small that the square of the sum of such blocks of all workers does not overflow."""
-    limits = [torch.finfo(torch.promote_types(p.dtype, torch.float32)).max for p in parameters]
-    return bool((np.sqrt(squares) * share < 0.5 * np.sqrt(limits)).all())  # False for NaN

@@ -23,7 +23,7 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
         ("trian", "There is no command 'trian'; did you mean 'train'?"),
         (
             "qqq",
-            "There is no command 'qqq'; known: train, resume, eval, export, schedule, methods, serve, join, "
+            "There is no command 'qqq'; known: train, resume, eval, export, schedule, plan, methods, serve, join, "
             "status, stop, pause, unpause, evict, tokens, doctor, replay, rollback, study, report, compare, watch.",
         ),
         ("", "The following arguments are required: COMMAND. See `heloco --help`."),

@@ -231,7 +231,8 @@ def recorded(folder: Path, method: str, dtype: torch.dtype) -> None:
     for number in range(12):
         answer = link.next_round(tickets[number % 2], 0.0)
         scale = 50.0 if number % 4 == 3 else 1e-3
-        delta = {f"pseudo_gradient.{i}": numbers(p.numel(), dtype, 10 * number + i) * scale for i, p in enumerate(model.values())}
+        draws = [numbers(p.numel(), dtype, 10 * number + i).float() * scale for i, p in enumerate(model.values())]
+        delta = {f"pseudo_gradient.{i}": draw for i, draw in enumerate(draws)}
         link.hand_in(tickets[number % 2], answer.key, service.state.run.contribution_layout, delta, report())
     service.close()
 

@@ -147,7 +147,7 @@ def test_the_tape_tells_the_whole_history(unbroken):
 def test_every_line_of_the_tape_has_all_that_a_plot_needs(unbroken):
     keys = {
         "arrival", "verdict", "time_s", "start_s", "outer_step", "worker", "round", "version", "staleness", "weight", "shard",
-        "spans", "inner_steps", "loss", "last_loss", "samples", "units", "blocks",
+        "spans", "inner_steps", "loss", "last_loss", "samples", "units", "blocks", "bytes_down", "bytes_up",
     }  # fmt: skip
     blocks = {"case", "cosine", "confidence", "strength", "pseudo_gradient_norm", "momentum_norm", "movement"}
     folder = unbroken()

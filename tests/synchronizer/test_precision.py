@@ -186,9 +186,7 @@ def real_run(folder: Path, dtype: torch.dtype, arrivals: range, **settings: Any)
         start = link.fetch(ticket, answer.key, service.state.starts.layout, answer.start_digest)
         assert {t.dtype for t in start.values()} == {dtype}
         draw.manual_seed(number)
-        delta = {
-            f"pseudo_gradient.{i}": (2e-3 * torch.rand(p.shape, generator=draw)).to(dtype) for i, p in enumerate(model.values())
-        }
+        delta = {f"pseudo_gradient.{i}": 2e-3 * torch.rand(p.shape, generator=draw) for i, p in enumerate(model.values())}
         link.hand_in(ticket, answer.key, service.state.run.contribution_layout, delta, report())
         service.housekeeping.save_if_due(wait=True)
     return service

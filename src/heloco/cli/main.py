@@ -17,6 +17,7 @@ from heloco.cli.doctor import add_doctor_flags, doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
 from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
+from heloco.cli.plan_command import add_plan_flags, plan
 from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study import add_study_flags, study
@@ -63,6 +64,7 @@ def parser() -> Parser:
     about = "Write a run's model as safetensors, or as a folder that Hugging Face's transformers loads."
     add("export", export, add_export_flags, about)
     add("schedule", schedule, add_schedule_flags, "Who would arrive when, without training.")
+    add("plan", plan, add_plan_flags, "What a run on real machines needs: rounds, formats, load. Nothing is trained.")
     add("methods", methods, add_methods_flags, "The outer methods: equations and knobs.")
     add("serve", serve, add_serve_flags, "A run on real machines: serves it to those that join, over Ray and HTTPS.")
     add("join", join, add_join_flags, "Take part in a run with this machine, until it ends.")

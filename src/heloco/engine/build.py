@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from heloco.engine.schedule import steps_of_workers
+from heloco.engine.simulated_links import FileSizes, SimulatedLinks
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
-from heloco.policy import Drop, inner_steps, make_choice, make_guard, make_weight
+from heloco.policy import Drop, make_choice, make_guard, make_weight
 from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_name, weight_options
 from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
@@ -101,13 +103,23 @@ def build_parts(task: Task, config: RunConfig, model: nn.Module | None = None) -
     return Parts(task, config, model, build_synchronizer(config, model, [shard.windows for shard in task.shards]), device)
 
 
+def file_sizes(config: RunConfig, model: nn.Module) -> FileSizes:
+    """Bytes of what travels between workers and synchronizer."""
+    return FileSizes.from_model(config.links, list(model.parameters()), list(model.buffers()))
+
+
+def build_links(config: RunConfig, model: nn.Module) -> SimulatedLinks:
+    """The links of a simulated run."""
+    return SimulatedLinks(config.links, file_sizes(config, model), workers=len(config.rounds.paces), seed=config.run.seed)
+
+
 def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[int]) -> Synchronizer:
     """Over the model's own parameters. `windows`: of each shard."""
     rounds, outer = config.rounds, config.outer
     method = get_method(outer.method)
     return Synchronizer(
         method.build(model.parameters(), workers=len(rounds.paces), **outer_knobs(outer)),
-        inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
+        inner_steps=steps_of_workers(config, build_links(config, model)),
         windows_per_step=config.inner.windows_per_step,
         ledger=Ledger(windows),
         choose_shard=make_choice(rounds.assign, workers=len(rounds.paces), shards=len(windows), seed=config.run.seed),

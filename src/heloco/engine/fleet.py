@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from heloco.engine.build import file_sizes
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, planned_arrivals
 from heloco.errors import RunStopped
@@ -272,7 +273,8 @@ class Fleet:
 def make_member(order: int, planned: PlannedRun) -> _Member:
     config = planned.config
     check_stackable(config.inner)
-    events = list(planned_arrivals(config))
+    sizes = file_sizes(config, planned.task.build_model()) if config.links.takes_time else None
+    events = list(planned_arrivals(config, sizes=sizes))
     return _Member(order, planned, chains(events), sum(arrival.inner_steps for _, arrival in events))
 
 

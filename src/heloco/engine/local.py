@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_parts, model_digest, pick_device, plugins_of
+from heloco.engine.build import build_links, build_parts, model_digest, pick_device, plugins_of
 from heloco.engine.simulation import NS, ClockState, Simulation
 from heloco.errors import RunStopped, UserError
 from heloco.inner import SequentialInner
@@ -117,6 +117,7 @@ class LocalRun:
             arrivals=config.run.arrivals,
             grace_s=config.rounds.grace_s,
             share=SharedMoment(config.inner.second_moment, config.inner.beta2) if config.inner.second_moment else None,
+            links=build_links(config, self.model),
         )
         self.units = 0
         self._evaluated_at = -1
@@ -168,8 +169,10 @@ class LocalRun:
     def take_in(self, arrival: Arrival, contribution: Contribution) -> None:
         """Records an arrival. Raises `RunStopped` after too many refusals in a row."""
         self.units += contribution.units if arrival.verdict != "refused" else 0
-        start_s = self.simulation.started_ns[arrival.worker] / NS
-        record = arrival_record(arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, numbers=self.block_numbers)
+        start_s, traffic = self.simulation.started_ns[arrival.worker] / NS, self.simulation.traffic(arrival.worker)
+        record = arrival_record(
+            arrival, contribution, time_s=self.simulation.now_s, start_s=start_s, traffic=traffic, numbers=self.block_numbers
+        )
         if self.folder is not None:
             self.folder.write_arrival(record)
         for observer in self.observers:

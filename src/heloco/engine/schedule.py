@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from heloco.engine.simulated_links import FileSizes, SimulatedLinks
 from heloco.engine.simulation import Simulation
 from heloco.ledger import Ledger
 from heloco.methods import get_method
@@ -25,7 +26,13 @@ class WorkerShare:
 
 
 def schedule(
-    *, paces_s: Sequence[float], inner_steps: Sequence[int], arrivals: int, barrier: bool = False, grace_s: float = 0.0
+    *,
+    paces_s: Sequence[float],
+    inner_steps: Sequence[int],
+    arrivals: int,
+    barrier: bool = False,
+    grace_s: float = 0.0,
+    links: SimulatedLinks | None = None,
 ) -> Iterator[tuple[float, Arrival]]:
     """(virtual time in seconds, arrival) of each arrival in order."""
     workers = len(paces_s)
@@ -38,23 +45,34 @@ def schedule(
         weight=make_weight("average"),
         barrier=barrier,
     )
-    simulation = Simulation(synchronizer, paces_s=paces_s, arrivals=arrivals, grace_s=grace_s)
+    simulation = Simulation(synchronizer, paces_s=paces_s, arrivals=arrivals, grace_s=grace_s, links=links)
     while not simulation.finished:
         if (arrived := simulation.advance()) is not None:
             yield simulation.now_s, arrived[0]
         else:
             under_way = simulation.next_needed()
-            simulation.give(Contribution(under_way.worker, under_way.index, under_way.version))
+            simulation.give(Contribution(under_way.worker, under_way.index, under_way.version, end=[]))
 
 
-def planned_arrivals(config: RunConfig, arrivals: int | None = None) -> Iterator[tuple[float, Arrival]]:
-    """The arrivals of a simulation with this config, or this many of them."""
+def planned_arrivals(
+    config: RunConfig, arrivals: int | None = None, sizes: FileSizes | None = None
+) -> Iterator[tuple[float, Arrival]]:
+    """The arrivals of a simulation with this config, or this many of them. Without the `sizes` of what travels, links take no
+    time."""
     rounds = config.rounds
+    links = None if sizes is None else SimulatedLinks(config.links, sizes, workers=len(rounds.paces), seed=config.run.seed)
     return schedule(
-        paces_s=rounds.paces, inner_steps=inner_steps(rounds.steps, rounds.inner_steps, rounds.paces),
+        paces_s=rounds.paces, inner_steps=steps_of_workers(config, links),
         arrivals=config.run.arrivals if arrivals is None else arrivals,
-        barrier=get_method(config.outer.method).barrier, grace_s=rounds.grace_s,
+        barrier=get_method(config.outer.method).barrier, grace_s=rounds.grace_s, links=links,
     )  # fmt: skip
+
+
+def steps_of_workers(config: RunConfig, links: SimulatedLinks | None = None) -> list[int]:
+    """The inner steps of each worker's rounds. Under DyLU a worker with a slow link counts as slow."""
+    rounds = config.rounds
+    paces = rounds.paces if links is None else links.paces_with_travel(rounds.paces, rounds.inner_steps)
+    return inner_steps(rounds.steps, rounds.inner_steps, paces)
 
 
 def chains(events: Iterable[tuple[float, Arrival]]) -> dict[tuple[int, int], int]:

@@ -18,10 +18,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from msgspec import Struct
 from torch import Tensor
 
+from heloco.engine.simulated_links import LinkState, SimulatedLinks
+from heloco.records.tape import Traffic
+from heloco.rounds import Overlap
 from heloco.synchronizer import Arrival, Contribution, Round, Synchronizer
+from heloco.wire import blocks
 
 NS = 1_000_000_000
-ARRIVE, START = 0, 1  # priorities within one instant
+RESERVE, ARRIVE, START, QUEUE = 0, 1, 2, 3  # priorities within one instant
 Memory = dict[str, Tensor] | None
 """What a worker keeps from its last round; None before the first."""
 
@@ -36,6 +40,11 @@ class ClockState(Struct, frozen=True, kw_only=True):
     events: list[tuple[int, int, int]]
     memories: list[bool]
     """Whether each worker has optimizer state from an earlier round."""
+    links: LinkState | None
+    ended_ns: list[int]
+    """With overlap: when each worker ends the inner steps of its round."""
+    merge_steps: dict[int, list[int]]
+    """With overlap: of each round under way, by worker."""
 
 
 class Simulation:
@@ -55,10 +64,13 @@ class Simulation:
         arrivals: int,
         grace_s: float = 0.0,
         share: Callable[[int, list[Memory]], Memory] | None = None,
+        links: SimulatedLinks | None = None,
     ) -> None:
-        """`share` makes the optimizer's state that a worker starts with from its number and what each worker kept."""
+        """`share` makes the optimizer's state that a worker starts with from its number and what each worker kept. Without
+        `links` everything travels at once and as it is."""
         assert len(paces_s) == synchronizer.workers
         self._share = share
+        self.links = links
         self.synchronizer = synchronizer
         self.budget = arrivals
         self.now_ns = 0
@@ -67,7 +79,13 @@ class Simulation:
         self._pace_ns = [round(pace * NS) for pace in paces_s]
         self._grace_ns = round(grace_s * NS)
         self._window_end_ns = -1
+        self._busy_until_ns = 0
+        """When the synchronizer has taken in what waits for it, where that takes time. Only schedules have this."""
         self._events: list[tuple[int, int, int]] = [(0, START, worker) for worker in range(len(paces_s))]  # sorted: a heap
+        self._ends: list[list[Tensor] | None] = [None] * len(paces_s)
+        """With overlap: the parameters that each worker had at the end of its last accepted round."""
+        self._ended_ns = [0] * len(paces_s)
+        """With overlap: when each worker ends the inner steps of its round."""
         self._rounds: dict[int, Round] = {}
         self._results: dict[int, Contribution] = {}
 
@@ -80,6 +98,10 @@ class Simulation:
     def finished(self) -> bool:
         """Whether all arrivals of the run are in."""
         return self.synchronizer.arrivals >= self.budget
+
+    def traffic(self, worker: int) -> Traffic:
+        """Bytes of the worker's last round."""
+        return Traffic(self.links.bytes_down[worker], self.links.sizes.contribution) if self.links else Traffic()
 
     def needed(self) -> list[Round]:
         """The rounds under way whose results were not given yet, the next to arrive first."""
@@ -107,10 +129,14 @@ class Simulation:
                 return None
             heapq.heappop(self._events)
             self.now_ns = time
+            if priority == ARRIVE:
+                return self._arrive(worker)
             if priority == START:
                 self._start(worker)
+            elif priority == QUEUE:
+                self._queue(worker)
             else:
-                return self._arrive(worker)
+                self.synchronizer.reserve(worker)
         return None
 
     def _start(self, worker: int) -> None:
@@ -118,19 +144,59 @@ class Simulation:
         worker_round.memory = self._share(worker, self.memory) if self._share else self.memory[worker]
         self._rounds[worker] = worker_round
         self.started_ns[worker] = self.now_ns
-        heapq.heappush(self._events, (self.now_ns + worker_round.inner_steps * self._pace_ns[worker], ARRIVE, worker))
+        download_ns, upload_ns = (self.links.deliver(worker_round), self.links.upload_ns(worker)) if self.links else (0, 0)
+        start_at_ns = self.now_ns + download_ns
+        computing_ns = worker_round.inner_steps * self._pace_ns[worker]
+        if self.links is None or not self.links.options.overlap:
+            self._expect(worker, start_at_ns + computing_ns + upload_ns)
+            return
+        worker_round.overlap = self._overlap(worker_round, start_at_ns)
+        begin_ns = start_at_ns if self._ends[worker] is None else self._ended_ns[worker]
+        self._ended_ns[worker] = max(begin_ns + computing_ns, start_at_ns)
+        heapq.heappush(self._events, (self._ended_ns[worker], RESERVE, worker))
+        self._expect(worker, self._ended_ns[worker] + upload_ns)
+
+    def _expect(self, worker: int, time_ns: int) -> None:
+        """The worker's contribution will be there at this time."""
+        is_queued = self.links is not None and self.links.taking_in_ns > 0
+        heapq.heappush(self._events, (time_ns, QUEUE if is_queued else ARRIVE, worker))
+
+    def _queue(self, worker: int) -> None:
+        """The contribution is there, and arrives when those before it are taken in and it is too."""
+        assert self.links is not None
+        self._busy_until_ns = max(self.now_ns, self._busy_until_ns) + self.links.taking_in_ns
+        heapq.heappush(self._events, (self._busy_until_ns, ARRIVE, worker))
+
+    def _overlap(self, worker_round: Round, start_at_ns: int) -> Overlap:
+        """When the blocks of a start are merged: after the inner steps that the worker has done by the time they arrive."""
+        assert self.links is not None
+        worker = worker_round.worker
+        if self._ends[worker] is None:
+            return Overlap(self.links.options.merge_share)
+        waits_ns = [start_at_ns - early_ns - self._ended_ns[worker] for early_ns in self.links.early_ns(worker)]
+        merge_steps = [min(worker_round.inner_steps, max(0, ns // self._pace_ns[worker])) for ns in waits_ns]
+        return Overlap(self.links.options.merge_share, merge_steps, self._ends[worker])
 
     def _arrive(self, worker: int) -> tuple[Arrival, Contribution]:
         contribution = self._results.pop(worker)
+        if self.links:
+            contribution = self.links.collect(contribution)
         arrival = self.synchronizer.receive(contribution)
         del self._rounds[worker]
+        if self.links:
+            self.links.note(arrival)
         if arrival.verdict != "refused":
             self.memory[worker] = contribution.memory
+        self._ends[worker] = contribution.end if arrival.verdict != "refused" else None
         if self.now_ns > self._window_end_ns:
             self._window_end_ns = self.now_ns + self._grace_ns
         for released in arrival.released:
             heapq.heappush(self._events, (self._window_end_ns, START, released))
         return arrival, contribution
+
+    @property
+    def _makes_starts(self) -> bool:
+        return self.links is not None and self.links.makes_starts
 
     # ---- state: what `resume` needs in addition to the synchronizer's state
 
@@ -138,20 +204,24 @@ class Simulation:
         """A copy of the state without its tensors."""
         return ClockState(
             now_ns=self.now_ns, started_ns=list(self.started_ns), window_end_ns=self._window_end_ns, events=sorted(self._events),
-            memories=[memory is not None for memory in self.memory],
+            memories=[memory is not None for memory in self.memory], links=self.links.state() if self.links else None,
+            ended_ns=list(self._ended_ns),
+            merge_steps={worker: each.overlap.merge_steps for worker, each in self._rounds.items() if each.overlap},
         )  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state by name. They are no copies."""
-        tensors: dict[str, Tensor] = {}
+        tensors = self.links.tensors() if self.links else {}
         for worker, under_way in self._rounds.items():
             # rounds of one version start from the same tensors: kept once
-            tensors |= {f"start.{under_way.version}.{i}": t for i, t in enumerate(under_way.parameters)}
+            if not self._makes_starts:
+                tensors |= {f"start.{under_way.version}.{i}": t for i, t in enumerate(under_way.parameters)}
             tensors |= {f"start_buffer.{under_way.version}.{i}": t for i, t in enumerate(under_way.buffers)}
             if self._share:  # others have arrived since: it could not be made again
                 tensors |= {f"shared.{worker}.{name}": t for name, t in (under_way.memory or {}).items()}
         for worker, memory in enumerate(self.memory):
             tensors |= {f"memory.{worker}.{name}": t for name, t in (memory or {}).items()}
+            tensors |= blocks.name_worker_blocks(blocks.END, worker, dict(enumerate(self._ends[worker] or [])))
         return tensors
 
     def load(self, clock: ClockState, tensors: Mapping[str, Tensor]) -> None:
@@ -163,14 +233,23 @@ class Simulation:
         self.memory = [
             dict(_under(f"memory.{worker}.", tensors)) if has_memory else None for worker, has_memory in enumerate(clock.memories)
         ]
+        if self.links and clock.links:
+            self.links.load(clock.links, tensors)
+        self._ended_ns = list(clock.ended_ns)
+        ends = [blocks.worker_blocks(blocks.END, worker, tensors) for worker in range(len(self.memory))]
+        self._ends = [[end[i] for i in range(len(end))] if end else None for end in ends]
         self._rounds = {}
         for worker, held in self.synchronizer.held.items():
+            start = [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))]
             self._rounds[worker] = Round(
                 worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.progress,
-                [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))],
+                self.links.start_of(worker) if self.links and self._makes_starts else start,
                 [t for _, t in sorted(_under(f"start_buffer.{held.version}.", tensors), key=lambda item: int(item[0]))],
                 (dict(_under(f"shared.{worker}.", tensors)) or None) if self._share else self.memory[worker],
             )  # fmt: skip
+            if self.links and worker in clock.merge_steps:
+                share, merge_steps = self.links.options.merge_share, clock.merge_steps[worker]
+                self._rounds[worker].overlap = Overlap(share, merge_steps, self._ends[worker])
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

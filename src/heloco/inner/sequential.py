@@ -53,24 +53,27 @@ class SequentialInner:
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             self._seed(derive(self.seed, "round", worker_round.worker, worker_round.index))
             for h, micro_batches in enumerate(steps):
+                self._merge(worker_round, h)
                 if self.before_step is not None:
                     self.before_step()
                 optimizer.set_lr(learning_rate(self.options, base + h))
                 batches = [self.task.batch(worker_round.shard, part) for part in micro_batches]
                 losses.append(self.step(optimizer, batches))
                 units += sum(map(self.task.units, batches))
+            self._merge(worker_round, len(steps))
         trace = torch.stack(losses).tolist()
         return Contribution(
             worker_round.worker,
             worker_round.index,
             worker_round.version,
-            pseudo_gradient=[s - p.detach() for s, p in zip(worker_round.parameters, self._parameters, strict=True)],
+            pseudo_gradient=[_difference(s, p.detach()) for s, p in zip(worker_round.parameters, self._parameters, strict=True)],
             buffers=[b.detach().clone() for b in self._buffers],
             loss=sum(trace) / len(trace),
             last_loss=trace[-1],
             samples=len(positions),
             units=units,
             memory=optimizer.memory() if self.options.keep_state else None,
+            end=[p.detach().clone() for p in self._parameters] if worker_round.overlap else None,
         )
 
     def _seed(self, seed: int) -> None:
@@ -83,11 +86,23 @@ class SequentialInner:
     @torch.no_grad()
     def _load(self, worker_round: Round) -> None:
         self.model.train()
-        for parameter, start in zip(self._parameters, worker_round.parameters, strict=True):
+        overlap = worker_round.overlap
+        first = overlap.parameters if overlap and overlap.parameters is not None else worker_round.parameters
+        for parameter, start in zip(self._parameters, first, strict=True):
             parameter.copy_(start)
             parameter.grad = None
         for ours, theirs in zip(self._buffers, worker_round.buffers, strict=True):
             ours.copy_(theirs)
+
+    @torch.no_grad()
+    def _merge(self, worker_round: Round, step: int) -> None:
+        """Merges the blocks of the start that arrive before this step."""
+        overlap = worker_round.overlap
+        if overlap is None or overlap.parameters is None:
+            return
+        for parameter, start, at in zip(self._parameters, worker_round.parameters, overlap.merge_steps, strict=True):
+            if at == step:
+                parameter.copy_(merge(parameter, start, overlap.share))
 
     def step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
         """One inner step over the micro-batches; returns their mean loss, still on the device."""
@@ -101,3 +116,14 @@ class SequentialInner:
             nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
         optimizer.step()
         return total
+
+
+def _difference(start: Tensor, end: Tensor) -> Tensor:
+    """Δ of a block, at least in float32: the difference of two numbers in half precision has more digits than they have."""
+    dtype = torch.promote_types(start.dtype, torch.float32)
+    return start.to(dtype) - end.to(dtype)
+
+
+def merge(parameter: Tensor, start: Tensor, share: float) -> Tensor:
+    """share · parameter + (1 − share) · start, of one block."""
+    return parameter * share + start * (1 - share)

@@ -17,7 +17,7 @@ from torch import Tensor
 from .constants import DelayKnobs
 from .kernels import BlockKernels
 from .kernels.portable import pieces
-from .kernels.windows import give_back
+from .kernels.windows import Block, give_back
 from .optimizer import Blocks, OuterOptimizer
 
 
@@ -77,7 +77,7 @@ class DelayedNesterov(OuterOptimizer, knobs=DelayKnobs):
         return lengths
 
     @staticmethod
-    def _move(p: Tensor, m: Tensor, u: Tensor, state: dict[str, Any], group: dict[str, Any], rho: float) -> tuple[bool, float]:
+    def _move(p: Tensor, m: Tensor, u: Block, state: dict[str, Any], group: dict[str, Any], rho: float) -> tuple[bool, float]:
         """Whether it was the momentum's turn, and its share of the step."""
         n, c, mu, lr = group["delay"], group["c"], group["momentum"], group["lr"]
         total = state.setdefault("pseudo_gradient_sum", torch.zeros_like(m))

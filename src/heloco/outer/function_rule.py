@@ -11,7 +11,7 @@ from heloco.knobs import declared_knobs, knobs_of_signature
 from .constants import LookaheadKnobs
 from .kernels import BlockKernels
 from .kernels.coefficients import Coefficients, coefficients, place
-from .kernels.windows import give_back
+from .kernels.windows import dense, give_back
 from .optimizer import Blocks, OuterOptimizer
 
 RuleFunction = Callable[..., tuple[Tensor, Tensor]]
@@ -44,7 +44,7 @@ class FunctionRule(OuterOptimizer):
             keywords = {name: self.param_groups[group][name] for name in self.function_knobs}
             keywords |= {"state": state} if self.has_state else {}
             versions = theta._version, m._version
-            scaled = delta.to(m.dtype) if scale == 1 else delta.to(m.dtype) * scale
+            scaled = dense(delta).to(m.dtype) if scale == 1 else dense(delta).to(m.dtype) * scale
             result = type(self).function(theta.detach(), m, scaled, rho, **keywords)
             if (theta._version, m._version) != versions:
                 raise TypeError(f"The rule {type(self).__name__} changed θ or m in place: it must return new tensors.")

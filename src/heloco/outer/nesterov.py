@@ -16,7 +16,7 @@ from torch.optim.sgd import sgd
 from .constants import MomentumKnobs
 from .kernels import BlockKernels
 from .kernels.native import PLAIN
-from .kernels.windows import give_back, groups
+from .kernels.windows import dense, give_back, groups
 from .optimizer import Blocks, OuterOptimizer, momentum_step_lengths
 
 
@@ -51,26 +51,28 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
         super().__init__(params, knobs, fused=fused)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
-        for part in [blocks] if blocks.release is None else map(blocks.pick, groups(blocks.pseudo_gradients)):
+        has_codes = not all(isinstance(u, Tensor) for u in blocks.pseudo_gradients)
+        is_small = blocks.release is None and not has_codes
+        for part in [blocks] if is_small else map(blocks.pick, groups(blocks.pseudo_gradients)):
+            deltas = list(map(dense, part.pseudo_gradients))
             if block_kernels.is_homogeneous and len(self.param_groups) == 1:
-                self._sgd(part, self.param_groups[0], contiguous=True)
+                self._sgd(part, deltas, self.param_groups[0], contiguous=True)
             else:
-                self._by_kind(part)
+                self._by_kind(part, deltas)
             for delta in part.pseudo_gradients:
                 give_back(delta, blocks.release)
         return momentum_step_lengths(blocks)
 
-    def _by_kind(self, blocks: Blocks) -> None:
+    def _by_kind(self, blocks: Blocks, deltas: list[Tensor]) -> None:
         kinds: dict[tuple[int, bool], list[int]] = {}
-        columns = blocks.group_of, blocks.parameters, blocks.momenta, blocks.pseudo_gradients
+        columns = blocks.group_of, blocks.parameters, blocks.momenta, deltas
         for i, (group, *tensors) in enumerate(zip(*columns, strict=True)):
             # torch's fused SGD walks through memory whatever the strides: it would pair tensors laid out otherwise wrongly
             kinds.setdefault((group, all(t.is_contiguous() for t in tensors)), []).append(i)
         for (group, contiguous), indices in kinds.items():
-            self._sgd(blocks.pick(indices), self.param_groups[group], contiguous)
+            self._sgd(blocks.pick(indices), [deltas[i] for i in indices], self.param_groups[group], contiguous)
 
-    def _sgd(self, blocks: Blocks, group: dict[str, Any], contiguous: bool) -> None:
-        deltas = blocks.pseudo_gradients
+    def _sgd(self, blocks: Blocks, deltas: list[Tensor], group: dict[str, Any], contiguous: bool) -> None:
         if any(u.dtype is not p.dtype for u, p in zip(deltas, blocks.parameters, strict=True)):
             deltas = [u.to(p.dtype) for u, p in zip(deltas, blocks.parameters, strict=True)]
         weighted = _times(deltas, blocks.a.tolist())

@@ -20,7 +20,7 @@ from . import kernels
 from .correction import Outcome, combine_all
 from .kernels import Numbers
 from .kernels.coefficients import Coefficients, coefficients
-from .kernels.windows import Release, give_back
+from .kernels.windows import Block, Release, brought_to
 from .masters import master_of, round_masters
 
 SLICE = 1 << 20
@@ -41,7 +41,7 @@ class Blocks:
     parameters: list[Tensor]
     """As the rule moves them: masters where the model's own are in half precision."""
     momenta: list[Tensor]
-    pseudo_gradients: list[Tensor]
+    pseudo_gradients: Sequence[Block]
     states: list[dict[str, Any]]
     """The optimizer's state of each."""
     group_of: list[int]
@@ -57,7 +57,8 @@ class Blocks:
     """Gives back what was read of pseudo-gradients in a mapped file."""
 
     def pick(self, indices: list[int]) -> "Blocks":
-        p, m, u = ([column[i] for i in indices] for column in (self.parameters, self.momenta, self.pseudo_gradients))
+        p, m = ([column[i] for i in indices] for column in (self.parameters, self.momenta))
+        u = [self.pseudo_gradients[i] for i in indices]
         states, group_of = [self.states[i] for i in indices], [self.group_of[i] for i in indices]
         numbers = self.coefficients[:, indices], self.sums[indices], self.a[indices], self.b[indices]
         return Blocks(p, m, u, states, group_of, *numbers, self.release)
@@ -153,7 +154,7 @@ class OuterOptimizer(Optimizer):
         closure: None = None,
         *,
         weight: float = 1.0,
-        pseudo_gradients: Sequence[Tensor] | None = None,
+        pseudo_gradients: Sequence[Block] | None = None,
         scale: ScaleBlocks | None = None,
         release: Release | None = None,
     ) -> None: ...
@@ -163,7 +164,7 @@ class OuterOptimizer(Optimizer):
         closure: Callable[[], float],
         *,
         weight: float = 1.0,
-        pseudo_gradients: Sequence[Tensor] | None = None,
+        pseudo_gradients: Sequence[Block] | None = None,
         scale: ScaleBlocks | None = None,
         release: Release | None = None,
     ) -> float: ...
@@ -174,7 +175,7 @@ class OuterOptimizer(Optimizer):
         closure: Callable[[], float] | None = None,
         *,
         weight: float = 1.0,
-        pseudo_gradients: Sequence[Tensor] | None = None,
+        pseudo_gradients: Sequence[Block] | None = None,
         scale: ScaleBlocks | None = None,
         release: Release | None = None,
     ) -> float | None:
@@ -197,7 +198,7 @@ class OuterOptimizer(Optimizer):
     def _step(
         self,
         parameters: list[Tensor],
-        deltas: list[Tensor],
+        deltas: Sequence[Block],
         group_of: list[int],
         weight: float,
         scale: ScaleBlocks | None,
@@ -228,7 +229,7 @@ class OuterOptimizer(Optimizer):
         return [theta.detach() for group in self.param_groups for theta in self._masters(group["params"])]
 
     @torch.no_grad()
-    def squares(self, pseudo_gradients: Sequence[Tensor], release: Release | None = None) -> Numbers:
+    def squares(self, pseudo_gradients: Sequence[Block], release: Release | None = None) -> Numbers:
         """Δ·Δ of each block, as a step would find it."""
         _, deltas, _ = self._blocks_with(pseudo_gradients, release)
         thetas = self.thetas()
@@ -254,15 +255,13 @@ class OuterOptimizer(Optimizer):
         return [p for p, _, _ in blocks], [u for _, u, _ in blocks], [i for _, _, i in blocks]
 
     def _blocks_with(
-        self, pseudo_gradients: Sequence[Tensor], release: Release | None = None
-    ) -> tuple[list[Tensor], list[Tensor], list[int]]:
+        self, pseudo_gradients: Sequence[Block], release: Release | None = None
+    ) -> tuple[list[Tensor], Sequence[Block], list[int]]:
         """All parameters, their pseudo-gradients, and the number of each one's group."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         if list(map(_shape, parameters)) != list(map(_shape, pseudo_gradients)):
             raise ValueError("pseudo_gradients must be of the parameters' shapes, one for each parameter in their order.")
-        deltas = list(pseudo_gradients)
-        if list(map(_device, parameters)) != list(map(_device, deltas)):
-            deltas = [_moved(u, p.device, release) for u, p in zip(deltas, parameters, strict=True)]
+        deltas = [brought_to(p.device, u, release) for u, p in zip(pseudo_gradients, parameters, strict=True)]
         return parameters, deltas, [i for i, group in enumerate(self.param_groups) for _ in group["params"]]
 
     @torch.no_grad()
@@ -315,7 +314,7 @@ class OuterOptimizer(Optimizer):
                         self.state[p][name] = value.detach().to(p.device, _momentum_dtype(p), copy=True)
 
 
-_shape, _device = attrgetter("shape"), attrgetter("device")
+_shape = attrgetter("shape")
 
 
 def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
@@ -325,13 +324,6 @@ def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
     s = np.array(factors)
     scaled: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
     return scaled
-
-
-def _moved(pseudo_gradient: Tensor, device: torch.device, release: Release | None) -> Tensor:
-    moved = pseudo_gradient.to(device)
-    if moved is not pseudo_gradient:
-        give_back(pseudo_gradient, release)
-    return moved
 
 
 def _momentum_dtype(p: Tensor) -> torch.dtype:

@@ -29,6 +29,15 @@ class BlockColumns(Struct, frozen=True, omit_defaults=True, forbid_unknown_field
     movement: list[float | None] = []
 
 
+class Traffic(Struct, frozen=True):
+    """Bytes of a round's tensors, as files."""
+
+    bytes_down: int = 0
+    """Of the start, or of the difference that led to it."""
+    bytes_up: int = 0
+    """Of the contribution."""
+
+
 class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A contribution as it arrived, and what became of it."""
 
@@ -64,6 +73,10 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """The smallest factor with which the norm guard scaled a block down; None if it scaled none."""
     blocks: BlockColumns | None = None
     """None if the outer rule was not applied."""
+    bytes_down: int = 0
+    """Bytes of the round's start as it travelled: whole, or as a difference."""
+    bytes_up: int = 0
+    """Bytes of the contribution."""
     machine: str = ""
     """The id of the machine that sent it; empty in a simulation. So are the next two."""
     participants: int = 0

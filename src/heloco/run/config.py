@@ -12,6 +12,7 @@ from heloco.methods import get_method
 from heloco.policy import SHARD_POLICIES, Drop, make_guard, weight_knobs
 from heloco.task import BUILT_IN_TASKS, TASKS
 from heloco.task.gpt import GPTConfig, preset
+from heloco.wire.link_options import LinkOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +155,7 @@ class RunConfig:
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
     inner: InnerOptions = field(default_factory=lambda: InnerOptions(batch_size=4, lr=0.0, lr_min=1e-4))
+    links: LinkOptions = field(default_factory=LinkOptions)
     run: RunSettings = field(default_factory=RunSettings)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
@@ -208,10 +210,11 @@ DERIVED: dict[str, tuple[str, ...]] = {
 def deciding_settings(config: RunConfig) -> dict[str, Settings]:
     """What decides the result of a run, by section: all settings that are set, but for [cluster] and those without an effect."""
     idle = set(GUARD) if config.outer.norm_limit == "off" else set()
+    idle_sections = {"cluster"} | (set() if config.links.changed else {"links"})
     return {
         section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}
         for section, values in by_section(config).items()
-        if section != "cluster"
+        if section not in idle_sections
     }
 
 

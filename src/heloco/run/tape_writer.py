@@ -1,14 +1,14 @@
 """From an arrival to its line on the tape."""
 
 from heloco.records.json_numbers import finite_or_none, shorten_number
-from heloco.records.tape import CASES, ArrivalRecord, BlockColumns
+from heloco.records.tape import CASES, ArrivalRecord, BlockColumns, Traffic
 from heloco.synchronizer import Arrival, Contribution
 
 LETTERS = {case: letter for letter, case in CASES.items()}
 
 
 def arrival_record(
-    arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float, numbers: bool = True
+    arrival: Arrival, contribution: Contribution, *, time_s: float, start_s: float, traffic: Traffic, numbers: bool = True
 ) -> ArrivalRecord:
     """The line of an arrival. Without `numbers` only the cases of its blocks are on it, for hundreds of runs at once."""
     return ArrivalRecord(
@@ -33,6 +33,8 @@ def arrival_record(
         reason=arrival.reason if arrival.code else "",
         clipped=arrival.clipped if arrival.clipped < 1 else None,
         blocks=_block_columns(arrival, numbers),
+        bytes_down=traffic.bytes_down,
+        bytes_up=traffic.bytes_up,
     )
 
 

@@ -3,9 +3,14 @@ import this module, and it imports none of them.
 
 start          parameter.0, parameter.1, …, buffer.0, …         the tensors that a round begins with
 contribution   pseudo_gradient.0, …, buffer.0, …                the tensors that a machine sends back
+               scale.0, …                                       the scales of blocks that travel as codes
+difference     difference.0, …, scale.0, …, buffer.0, …         what leads from a worker's last start to its next
 checkpoint     parameter.0, …, buffer.0, …                      the outer model
                outer.0.momentum_buffer, …                       what the outer rule keeps of block 0
                gathered.0, …, gathered_buffer.0, …              what waits at the barrier
+               residual.0.1, …                                  what the codes of worker 0 left out of block 1
+               own_start.0.1, …                                 block 1 of the start that worker 0 has
+               end.0.1, …                                       block 1 of worker 0's own parameters after its last round
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-PARAMETER, BUFFER, PSEUDO_GRADIENT = "parameter", "buffer", "pseudo_gradient"
+PARAMETER, BUFFER, PSEUDO_GRADIENT, SCALE = "parameter", "buffer", "pseudo_gradient", "scale"
+DIFFERENCE, RESIDUAL, OWN_START, END = "difference", "residual", "own_start", "end"
 GATHERED, GATHERED_BUFFER, OUTER_STATE = "gathered", "gathered_buffer", "outer"
 
 
@@ -66,6 +72,17 @@ def outer_states_of(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor
             _, index, name = key.split(".", 2)
             states.setdefault(int(index), {})[name] = tensor
     return states
+
+
+def name_worker_blocks(kind: str, worker: int, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Blocks that belong to a worker, by their index."""
+    return {f"{kind}.{worker}.{index}": tensor for index, tensor in tensors.items()}
+
+
+def worker_blocks(kind: str, worker: int, tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
+    """The inverse."""
+    prefix = f"{kind}.{worker}."
+    return {int(name.removeprefix(prefix)): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def is_numbered(names: Sequence[str]) -> bool:

@@ -99,7 +99,8 @@ class ModelBlocks:
 
     @torch.no_grad()
     def contribution(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Δ = start − parameters, one block at a time, in the memory of the start, which is consumed."""
+        """Δ = start − parameters, one block at a time and at least in float32. Where the start is in float32, Δ is in its memory;
+        the start is consumed."""
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise UserError(
@@ -108,7 +109,8 @@ class ModelBlocks:
         pseudo_gradient: dict[str, Tensor] = {}
         for i, parameter in enumerate(self.parameters.values()):
             block = start.pop(blocks.block_name(blocks.PARAMETER, i))
-            pseudo_gradient[blocks.block_name(blocks.PSEUDO_GRADIENT, i)] = block.sub_(parameter.detach().to(block.device))
+            block = block.to(torch.promote_types(block.dtype, torch.float32))
+            pseudo_gradient[blocks.block_name(blocks.PSEUDO_GRADIENT, i)] = block.sub_(parameter.detach().to(block))
         for i, (name, buffer) in enumerate(zip(self._buffers, self.buffers(), strict=True)):
             start_buffer = start[blocks.block_name(blocks.BUFFER, i)]
             if (buffer.shape, buffer.dtype) != (start_buffer.shape, start_buffer.dtype):

@@ -16,6 +16,7 @@ from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RunInfo
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
+from heloco.outer.kernels.windows import dense
 from heloco.records.json_numbers import finite_measures
 from heloco.rounds import Contribution, Round
 from heloco.task import Task
@@ -136,7 +137,8 @@ class Worker:
         name = f"round {taken_round.key.round} of worker {worker}"
         try:
             contribution = self.inner.run([self._as_round(taken_round)])[0]
-            tensors = blocks.name_contribution(contribution.pseudo_gradient, contribution.buffers)
+            deltas = [dense(block) for block in contribution.pseudo_gradient]
+            tensors = blocks.name_contribution(deltas, contribution.buffers)
             ack = client.hand_in(taken_round.key, tensors, _report(contribution))
             if self.keep_state and ack.verdict != "refused":
                 self._optimizer_states[worker] = contribution.memory

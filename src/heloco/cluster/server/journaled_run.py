@@ -29,11 +29,13 @@ from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event,
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, contribution_path
 from heloco.records.json_numbers import finite_or_none
+from heloco.records.tape import Traffic
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks
+from heloco.wire.formats import FULL, layout_of
 from heloco.wire.layout import Layout, map_tensors
 
 ACKS_KEPT = 16
@@ -59,7 +61,7 @@ class JournaledRun:
         self.path = folder.path if folder else path
         self.lines = DerivedLines(folder, observers or [])
         self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
-        self.contribution_layout = Layout.from_tensors(blocks.name_contribution(synchronizer.parameters, synchronizer.buffers))
+        self.contribution_layout = layout_of(FULL, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
         self.book = MachineBook()
         self.time_s = 0.0
         """Time of the last event."""
@@ -235,7 +237,8 @@ class JournaledRun:
             self.book.note_wasted_round(event.machine)
         else:
             self._count(event, arrival, started_s)
-        record = arrival_record(arrival, contribution, time_s=event.time_s, start_s=started_s)
+        traffic = Traffic(self.start_layout.size, event.bytes)
+        record = arrival_record(arrival, contribution, time_s=event.time_s, start_s=started_s, traffic=traffic)
         self.lines.arrived(replace(record, machine=event.machine, participants=len(self.participants()), digest=digest.result()))
         if arrival.verdict != "refused":
             self.evaluate_if(self.is_finished or is_due(self.synchronizer.arrivals, self.config.run.eval_every))

@@ -40,6 +40,11 @@ def check_servable(config: RunConfig) -> None:
             f"paces are {', '.join(f'{pace:g}' for pace in rounds.paces)}: real machines have paces of their own, which are "
             f"measured. Leave paces out and say how many workers the run has: workers = {len(rounds.paces)}."
         )
+    if changed := config.links.changed:
+        raise UserError(
+            f"{', '.join(changed)} cannot be set in a served run yet: real machines send and receive float32. Leave it out, or "
+            "simulate the run."
+        )
     if config.inner.second_moment:
         raise UserError(
             "second_moment is set, and real machines do not exchange AdamW's state: leave it out, or simulate the run."

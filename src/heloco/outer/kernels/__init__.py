@@ -14,14 +14,14 @@ from torch import Tensor
 from . import native, portable
 from .coefficients import Coefficients
 from .switch import compiled_kernels_wanted
-from .windows import Release
+from .windows import Block, Release
 
 Numbers = npt.NDArray[np.float64]
 on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go through gpu.py; Triton's interpreter has others
 
 
-def are_homogeneous(tensors: Sequence[Tensor]) -> bool:
-    """Whether the first of these tensors speaks for all: plain, contiguous, of one dtype and on one device.
+def are_homogeneous(tensors: Sequence[Any]) -> bool:
+    """Whether the first of these blocks speaks for all: plain contiguous tensors of one dtype and on one device.
 
     Asked of all at once, for a hundred small blocks take longer to look at one by one than to step.
     """
@@ -47,11 +47,11 @@ class BlockKernels:
         self,
         parameters: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        pseudo_gradients: Sequence[Tensor],
+        pseudo_gradients: Sequence[Block],
         release: Release | None = None,
     ) -> None:
         """`release`: the pseudo-gradients lie in a mapped file, and what was read of them is given back."""
-        lists = (parameters, momenta, pseudo_gradients)
+        lists: tuple[Sequence[Any], ...] = (parameters, momenta, pseudo_gradients)
         self.is_homogeneous = all(map(are_homogeneous, lists))
         """Whether the first block speaks for all, as far as kernels are concerned."""
         served: dict[tuple[ModuleType, Hashable], list[int]] = {}
@@ -95,8 +95,11 @@ class BlockKernels:
             part.update(rules[indices])
 
 
-def kernels_for(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> tuple[ModuleType, Hashable]:
+def kernels_for(parameter: Tensor, momentum: Tensor, pseudo_gradient: Block) -> tuple[ModuleType, Hashable]:
     """The kernels that serve a block, and what blocks must have in common to go through them together."""
+    if not isinstance(pseudo_gradient, Tensor):
+        serving = native if native.serves(parameter, momentum, pseudo_gradient) else portable
+        return serving, (momentum.device, momentum.dtype, "codes")
     if on_gpu(momentum):
         device = momentum.get_device()
         if device == parameter.get_device() == pseudo_gradient.get_device():
@@ -127,5 +130,5 @@ def gpu_kernels(device: int) -> ModuleType | None:
     return gpu if gpu.works(device) else None
 
 
-def _pick(blocks: Sequence[Tensor], indices: list[int]) -> list[Tensor]:
+def _pick(blocks: Sequence[Any], indices: list[int]) -> list[Any]:
     return [blocks[i] for i in indices]

@@ -5,19 +5,18 @@ HELOCO_KERNELS=portable; `portable.py` then gives the same bits with torch opera
 """
 
 import ctypes
-import importlib.util
 import mmap
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .order import Pieces
-from .switch import compiled_kernels_wanted
-from .windows import Release
+from .compiled import load_compiled
+from .order import PIECE, Pieces
+from .windows import Block, Release
 
 NAMES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16"}
 PAIRS = (
@@ -27,40 +26,29 @@ PAIRS = (
     (torch.float64, torch.float64),
 )
 """The dtypes of momentum and pseudo-gradient that there are kernels for; parameters have the momentum's."""
+DECODED_PIECES = 16
+"""Codes are decoded so many pieces at a time: few enough to stay in the processor's cache until they are used."""
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass such as DTensor may have no memory of its own to point at
-
-
-def _load() -> ctypes.CDLL | None:
-    """The compiled library over torch's own OpenMP runtime, or None: not wanted, not built here, built from an older source, or
-    no such runtime in this torch."""
-    spec = importlib.util.find_spec("heloco.outer.kernels._native")
-    runtimes = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*"))
-    if not compiled_kernels_wanted() or spec is None or spec.origin is None or not runtimes:
-        return None
-    try:
-        ctypes.CDLL(str(runtimes[0]), mode=ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(spec.origin)
-    except OSError:  # built for another machine or another C library: the portable kernels do the same
-        return None
-    return library if all(hasattr(library, _function("sums", *pair)) for pair in PAIRS) else None
 
 
 def _function(name: str, dtype: torch.dtype, pseudo_gradient_dtype: torch.dtype) -> str:
     return f"heloco_{name}_{NAMES[dtype]}_{NAMES[pseudo_gradient_dtype]}"
 
 
-library = _load()
+library = load_compiled("heloco.outer.kernels._native", [_function("sums", *pair) for pair in PAIRS])
 available = library is not None
 
 
-def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Tensor) -> bool:
+def serves(parameter: Tensor, momentum: Tensor, pseudo_gradient: Block) -> bool:
     """Whether a block can go through the compiled kernels."""
-    if not available or parameter.dtype is not momentum.dtype or (momentum.dtype, pseudo_gradient.dtype) not in PAIRS:
+    tensors = [t for t in (parameter, momentum, pseudo_gradient) if isinstance(t, Tensor)]
+    if not available or parameter.dtype is not momentum.dtype or (momentum.dtype, dtype_of(pseudo_gradient)) not in PAIRS:
         return False
-    for t in (parameter, momentum, pseudo_gradient):
-        if type(t) not in PLAIN or not t.is_cpu or not t.is_contiguous():
-            return False
-    return True
+    return all(type(t) in PLAIN and t.is_cpu and t.is_contiguous() for t in tensors)
+
+
+def dtype_of(block: Block) -> torch.dtype:
+    return block.dtype if isinstance(block, Tensor) else torch.float32
 
 
 class BlockKernels:
@@ -70,32 +58,62 @@ class BlockKernels:
         self,
         parameters: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        pseudo_gradients: Sequence[Tensor],
+        pseudo_gradients: Sequence[Block],
         release: Release | None = None,
     ) -> None:
+        """Of the pseudo-gradients all are tensors, or all are codes."""
         self._is_mapped = release is not None  # the kernels themselves give back what they have read
         self._pieces = Pieces.from_sizes(tuple(map(Tensor.numel, momenta)))
-        self._dtypes = momenta[0].dtype, pseudo_gradients[0].dtype
-        self._tensors = (parameters, momenta, pseudo_gradients)  # which must live as long as the pointers to them
-        self._p, self._m, self._u = (
-            np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)[self._pieces.block]
-            + self._pieces.offset * tensors[0].element_size()
-            for tensors in self._tensors
-        )
+        self._dtypes = momenta[0].dtype, dtype_of(pseudo_gradients[0])
+        tensors = [u for u in pseudo_gradients if isinstance(u, Tensor)]
+        self._tensors = (parameters, momenta, tensors)  # which must live as long as the pointers to them
+        self._p, self._m = self._addresses(parameters), self._addresses(momenta)
+        self._u = self._addresses(tensors) if tensors else None
+        self._codes = [u for u in pseudo_gradients if not isinstance(u, Tensor)]
+
+    def _addresses(self, tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
+        """Where each piece lies."""
+        starts = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
+        return starts[self._pieces.block] + self._pieces.offset * tensors[0].element_size()
 
     def statistics(self) -> npt.NDArray[np.float64]:
         """u·u, m·m and u·m of each block, a row each."""
         sums = np.zeros((len(self._pieces.block), 3))
-        self._call("sums", self._u, self._m, last=sums)
+        for window, u in self._windows():
+            self._call("sums", u, self._m[window], numbers=sums[window], lengths=self._pieces.length[window])
         return self._pieces.add(sums)
 
     def update(self, rules: npt.ArrayLike) -> None:
         """g = a·u + b·m, m = μm + gain·g, p −= lr(g + μm) for each block's rule (a, b, lr, μ, gain)."""
         piece_rules = np.asarray(rules, dtype=np.float64).take(self._pieces.block, axis=0)
-        self._call("update", self._p, self._m, self._u, last=piece_rules)
+        for window, u in self._windows():
+            p, m, lengths = self._p[window], self._m[window], self._pieces.length[window]
+            self._call("update", p, m, u, numbers=piece_rules[window], lengths=lengths)
 
-    def _call(self, name: str, *addresses: npt.NDArray[np.int64], last: npt.NDArray[np.float64]) -> None:
+    def _windows(self) -> Iterator[tuple[slice, npt.NDArray[np.int64]]]:
+        """Pieces, and where their pseudo-gradients lie: all at once, or a few at a time that were decoded for it."""
+        if self._u is not None:
+            yield slice(None), self._u
+            return
+        numbers = torch.empty(DECODED_PIECES * PIECE)
+        for first in range(0, len(self._pieces.block), DECODED_PIECES):
+            window = slice(first, min(first + DECODED_PIECES, len(self._pieces.block)))
+            self._decode(window, numbers)
+            yield window, numbers.data_ptr() + np.arange(window.stop - first) * (PIECE * numbers.element_size())
+
+    def _decode(self, window: slice, numbers: Tensor) -> None:
+        """Decodes pieces, each to a place of its own; those of one block in one go."""
+        block, offset, length = (column[window] for column in (self._pieces.block, self._pieces.offset, self._pieces.length))
+        starts = np.flatnonzero(np.diff(block, prepend=-1)).tolist()
+        for begin, end in pairwise([*starts, len(block)]):
+            count = int(length[begin:end].sum())
+            if count:
+                self._codes[block[begin]].read(int(offset[begin]), numbers[begin * PIECE : begin * PIECE + count])
+
+    def _call(
+        self, name: str, *addresses: npt.NDArray[np.int64], numbers: npt.NDArray[np.float64], lengths: npt.NDArray[np.int64]
+    ) -> None:
         kernel = getattr(library, _function(name, *self._dtypes))
-        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*addresses, self._pieces.length)]
-        page = mmap.PAGESIZE if self._is_mapped else 0
-        kernel(*pointers, ctypes.c_int64(len(last)), ctypes.c_void_p(last.ctypes.data), ctypes.c_int64(page))
+        pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*addresses, lengths)]
+        page = mmap.PAGESIZE if self._is_mapped and self._u is not None else 0
+        kernel(*pointers, ctypes.c_int64(len(lengths)), ctypes.c_void_p(numbers.ctypes.data), ctypes.c_int64(page))

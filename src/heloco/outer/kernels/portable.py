@@ -14,20 +14,20 @@ from torch import Tensor
 
 from .native import PLAIN
 from .order import LANES, PIECE, ROWS, Pieces
-from .windows import Release, give_back
+from .windows import Block, Release, dense, flat_pieces, give_back
 
 
-def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Flat pieces of tensors of one shape, to be read and written; of those that cannot be cut so, the tensors themselves."""
-    if all(t.is_cpu and t.is_contiguous() for t in tensors):
-        yield from zip(*(torch.split(t.view(-1), PIECE) for t in tensors), strict=True)
+def pieces(*blocks: Block) -> Iterator[tuple[Tensor, ...]]:
+    """Flat pieces of blocks of one shape. Those of tensors can be written to. If a tensor cannot be cut so, the whole blocks."""
+    if all(block.is_cpu and block.is_contiguous() for block in blocks if isinstance(block, Tensor)):
+        yield from zip(*(flat_pieces(block, PIECE) for block in blocks), strict=True)
     else:
-        yield tensors
+        yield tuple(map(dense, blocks))
 
 
-def in_order(*tensors: Tensor) -> bool:
-    """Whether sums over these tensors are added in the fixed order: plain ones on the CPU."""
-    return all(type(t) in PLAIN and t.is_cpu for t in tensors)
+def in_order(*blocks: Block) -> bool:
+    """Whether sums over these blocks are added in the fixed order: plain tensors on the CPU, and codes."""
+    return all(type(block) in PLAIN and block.is_cpu for block in blocks if isinstance(block, Tensor))
 
 
 class _Adder:
@@ -38,10 +38,10 @@ class _Adder:
         self._factors = torch.empty(2, PIECE, dtype=torch.float64)
         self._products = np.empty((3, PIECE))
 
-    def sums(self, momentum: Tensor, pseudo_gradient: Tensor) -> list[list[float]]:
+    def sums(self, momentum: Tensor, pseudo_gradient: Block) -> list[list[float]]:
         """u·u, m·m and u·m of each piece of a block."""
-        u, m = pseudo_gradient.reshape(-1), momentum.reshape(-1)
-        return [self._piece(*pair) for pair in zip(torch.split(u, PIECE), torch.split(m, PIECE), strict=True)]
+        pairs = zip(flat_pieces(pseudo_gradient, PIECE), torch.split(momentum.reshape(-1), PIECE), strict=True)
+        return [self._piece(*pair) for pair in pairs]
 
     def _piece(self, u: Tensor, m: Tensor) -> list[float]:
         count, groups = u.numel(), max(1, -(-u.numel() // (ROWS * LANES)))
@@ -69,9 +69,9 @@ def _halved(x: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
     return x
 
 
-def _sums_elsewhere(momentum: Tensor, pseudo_gradient: Tensor) -> Tensor:
+def _sums_elsewhere(momentum: Tensor, pseudo_gradient: Block) -> Tensor:
     """On other devices, and of tensors that torch spreads over processes: in whatever order torch adds there."""
-    u, m = pseudo_gradient.to(momentum.dtype).reshape(-1), momentum.reshape(-1)
+    u, m = dense(pseudo_gradient).to(momentum).reshape(-1), momentum.reshape(-1)
     return torch.stack([torch.dot(u, u), torch.dot(m, m), torch.dot(u, m)]).double()
 
 
@@ -82,7 +82,7 @@ class BlockKernels:
         self,
         parameters: Sequence[Tensor],
         momenta: Sequence[Tensor],
-        pseudo_gradients: Sequence[Tensor],
+        pseudo_gradients: Sequence[Block],
         release: Release | None = None,
     ) -> None:
         self._blocks = list(zip(parameters, momenta, pseudo_gradients, strict=True))

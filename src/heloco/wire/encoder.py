@@ -1,0 +1,80 @@
+"""The codes of one worker's contributions, with error feedback.
+
+    e ← βe + Δ,  send Q(e),  e ← e − Q(e)
+
+What Q leaves out of a contribution is added to the worker's next one, so in the long run everything arrives. It must not be added
+if the contribution did not count: then Δ is thrown away, and with it what was left out of it. So a residual belongs to a round,
+and is used only if that round was the worker's last accepted one. This one rule covers refused and abandoned rounds, repeated
+requests, a worker that another machine took over, and a machine that comes back with an old residual.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from heloco.seeds import derive
+from heloco.wire import blocks
+from heloco.wire.codes import Noise
+from heloco.wire.formats import Format, Rounding, name_parts
+from heloco.wire.link_options import LinkOptions
+
+NO_ROUND = -1
+
+
+@dataclass
+class Residual:
+    """What the codes of a worker's contributions left out so far, block by block."""
+
+    round: int = NO_ROUND
+    """The worker's round that it stems from."""
+    blocks: dict[int, Tensor] | None = None
+    """By block: in float32, of the block's shape."""
+
+
+class ContributionEncoder:
+    """Encodes the contributions of one worker."""
+
+    def __init__(self, format: Format, options: LinkOptions, *, seed: int, worker: int) -> None:
+        self.format, self.options, self.seed, self.worker = format, options, seed, worker
+        self.residual = Residual()
+
+    @property
+    def has_feedback(self) -> bool:
+        """Whether there is a residual at all."""
+        return self.format.has_feedback and self.options.error_feedback
+
+    def encode(self, round_index: int, pseudo_gradient: Sequence[Tensor], *, last_accepted: int) -> dict[str, Tensor]:
+        """The tensors of a contribution without its buffers. `last_accepted`: the worker's last round that counted."""
+        if self.residual.round != last_accepted:
+            self.residual = Residual()
+        tensors: dict[str, Tensor] = {}
+        for index, block in enumerate(pseudo_gradient):
+            parts = self.format.encode(block, self._rounding(round_index, index, block))
+            tensors |= name_parts(blocks.PSEUDO_GRADIENT, index, parts)
+        self.residual.round = round_index
+        return tensors
+
+    def _rounding(self, round_index: int, index: int, block: Tensor) -> Rounding:
+        noise = None
+        if self.options.rounding == "stochastic":
+            noise = Noise(derive(self.seed, "wire", self.worker, round_index, index) & 0xFFFFFFFF)
+        return Rounding(self._residual_of(index, block), self.options.feedback_decay, noise)
+
+    def _residual_of(self, index: int, block: Tensor) -> Tensor | None:
+        if not self.has_feedback or len(self.format.parts(block.shape, block.dtype)) == 1:
+            return None
+        if self.residual.blocks is None:
+            self.residual.blocks = {}
+        if index not in self.residual.blocks:
+            self.residual.blocks[index] = torch.zeros(block.shape, device=block.device)
+        return self.residual.blocks[index]
+
+
+def check_scales(tensors: Iterable[Tensor]) -> str:
+    """A sentence about the first scale that no encoder makes; empty if there is none. A scale is finite and above 0."""
+    for scales in tensors:
+        if not bool(((scales > 0) & (scales < torch.inf)).all()):
+            return "a scale is not a finite number above 0"
+    return ""
