@@ -91,6 +91,12 @@ def test_positions_matter():
     assert (logits[0, 0] - logits[0, 5]).abs().max() > 0.1
 
 
+def test_words_and_positions_of_a_tied_model_begin_at_one_size():
+    model = build(GPTConfig(width=64, layers=1, heads=2, context=64, vocab_size=500, tied=True), seed=0)
+    words, positions = model.token.weight.std().item(), model.position.weight.std().item()
+    assert 0.95 < words / positions < 1.05
+
+
 def test_tied_weights_are_one_parameter():
     model = build(GPTConfig(width=16, layers=1, heads=2, context=12, vocab_size=50, tied=True), seed=0)
     assert model.head.weight is model.token.weight

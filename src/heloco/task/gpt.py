@@ -33,6 +33,9 @@ class GPTConfig:
         return build(self, seed)
 
 
+TIED_STD = 0.02
+"""GPT-2's, of both embeddings where the head shares the words'."""
+
 PRESETS: dict[str, GPTConfig] = {
     "1m": GPTConfig(width=128, layers=5, heads=4, context=64, vocab_size=257),
     "5m": GPTConfig(width=256, layers=6, heads=8, context=256, vocab_size=257),
@@ -83,7 +86,10 @@ class TinyGPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.tied:
-            nn.init.normal_(self.token.weight, std=0.02)  # as a head, PyTorch's N(0, 1) would start with logits of ±√width
+            # as a head, PyTorch's N(0, 1) would start with logits of ±√width; and next to positions of that size, words of .02
+            # would hardly be seen
+            nn.init.normal_(self.token.weight, std=TIED_STD)
+            nn.init.normal_(self.position.weight, std=TIED_STD)
             self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
