@@ -109,9 +109,9 @@ def test_a_recipes_own_learning_rate_holds_for_any_model():
     [
         ({"preset": "1m"}, 6.4e-3),
         ({"width": 32, "heads": 2}, 6.4e-3),
-        ({"preset": "60m"}, 1.6e-3),
-        ({"preset": "124m"}, 1.07e-3),
-        ({"preset": "124m", "inner_optimizer": "adamw"}, 2.5e-4),
+        ({"preset": "60m"}, 3.2e-3),
+        ({"preset": "124m"}, 2.61e-3),
+        ({"preset": "124m", "inner_optimizer": "adamw"}, 6.12e-4),
         ({"inner_optimizer": "sgd"}, 1e-2),
         ({"task": "images"}, 1.5e-3),
         ({"preset": "124m", "lr": 3e-3}, 3e-3),
@@ -124,7 +124,7 @@ def test_the_learning_rate_follows_the_optimizer_and_the_width(chosen, lr):
 
 def test_what_was_derived_from_a_setting_is_derived_again_when_that_is_overridden(tmp_path):
     (tmp_path / "config.toml").write_text(to_toml(best()))
-    for chosen, lr, weight in (({"preset": "60m"}, 1.6e-3, "discounted"), ({"assign": "fixed"}, 6.4e-3, "annealed")):
+    for chosen, lr, weight in (({"preset": "60m"}, 3.2e-3, "discounted"), ({"assign": "fixed"}, 6.4e-3, "annealed")):
         config = config_with(**read_toml(tmp_path / "config.toml", overridden=chosen) | chosen)
         assert (config.inner.lr, config.outer.weight) == (lr, weight)
 

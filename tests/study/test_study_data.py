@@ -33,7 +33,7 @@ RUNS = {
     "dropping": 12 * 6,
     "ablation": 3 * 16,
     "sensitivity": 22,
-    "inner": 3 * 8,
+    "inner": 3 * 7 + 1,
     "recipe": 2 * (14 + 1) + 5 * 13 + 6 * 4,
     "scale": 8 * 2 + 5,
     "size": 3 * 8,
