@@ -3,6 +3,8 @@
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from heloco.cluster.protocol.messages import Wait
 from heloco.cluster.protocol.refusals import RefusalCode
 from heloco.cluster.server import contributions as contributions_module
@@ -69,8 +71,10 @@ def test_nobody_is_blamed_for_the_time_in_which_the_service_stood_still(tmp_path
     assert hand.hand_in(delta(1)).verdict == "applied"
 
 
-def test_a_machine_that_waits_for_the_answer_to_its_contribution_is_not_lost(tmp_path, clock, monkeypatch):
-    service = opened(tmp_path / "run", clock, beat_s=1.0)
+@pytest.mark.parametrize(("beat_s", "round_limit_s"), [(1.0, 3600.0), (1e6, 10.0)], ids=["silent", "past its deadline"])
+def test_a_machine_that_waits_for_the_answer_to_its_contribution_keeps_its_round(tmp_path, clock, monkeypatch, beat_s, round_limit_s):
+    """Whether it would be lost by then, because it is silent, or only its round, because of the deadline."""
+    service = opened(tmp_path / "run", clock, beat_s=beat_s, round_limit_s=round_limit_s)
     hand = Hand(service, "m")
     hand.take()
     is_reading, may_go_on, read = threading.Event(), threading.Event(), contributions_module.map_tensors
@@ -89,7 +93,13 @@ def test_a_machine_that_waits_for_the_answer_to_its_contribution_is_not_lost(tmp
             service.housekeeping.tick()
         may_go_on.set()
         assert handing_in.result().verdict == "applied"
-    for _ in range(100):  # and afterwards it may be lost like any other
+
+
+def test_after_the_answer_a_machine_may_be_lost_like_any_other(tmp_path, clock):
+    service = opened(tmp_path / "run", clock, beat_s=1.0)
+    hand = Hand(service, "m")
+    hand.work(1)
+    for _ in range(100):
         clock.now += 1.0
         service.housekeeping.tick()
     assert not list(service.state.roster)

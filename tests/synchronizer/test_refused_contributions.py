@@ -109,6 +109,15 @@ def test_a_refusal_under_the_barrier_leaves_the_mean_as_if_it_had_not_been():
     assert same(*results)
 
 
+@pytest.mark.parametrize("weight", ["base", "constant"])
+def test_behind_the_barrier_a_weight_above_the_mean_leaves_less_room(weight):
+    """With ρ = 1/√K or 1 the sum ΣρΔ is larger than the largest Δ, and so is what one contribution may add to it."""
+    largest = math.sqrt(torch.finfo(torch.float32).max)
+    synchronizer = build("sync-nesterov", workers=4, parameters=[torch.zeros(4)], weight=weight)
+    arrival = synchronizer.receive(answer(synchronizer.dispatch(0), [torch.tensor([0.4 * largest, 0.0, 0.0, 0.0])]))
+    assert (arrival.verdict, arrival.code) == ("refused", "not-finite")
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("size", "verdict"), [(1e25, "refused"), (1e15, "applied")])
 def test_numbers_too_large_to_square_are_refused_as_infinite_ones_are(method, size, verdict):
