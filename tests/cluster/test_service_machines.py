@@ -72,7 +72,9 @@ def test_nobody_is_blamed_for_the_time_in_which_the_service_stood_still(tmp_path
 
 
 @pytest.mark.parametrize(("beat_s", "round_limit_s"), [(1.0, 3600.0), (1e6, 10.0)], ids=["silent", "past its deadline"])
-def test_a_machine_that_waits_for_the_answer_to_its_contribution_keeps_its_round(tmp_path, clock, monkeypatch, beat_s, round_limit_s):
+def test_a_machine_that_waits_for_the_answer_to_its_contribution_keeps_its_round(
+    tmp_path, clock, monkeypatch, beat_s, round_limit_s
+):
     """Whether it would be lost by then, because it is silent, or only its round, because of the deadline."""
     service = opened(tmp_path / "run", clock, beat_s=beat_s, round_limit_s=round_limit_s)
     hand = Hand(service, "m")

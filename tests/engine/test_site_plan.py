@@ -58,7 +58,7 @@ def test_where_one_synchronizer_ends():
     plan = make_plan(replace(SITE, workers=2000), inner_steps=128, wire="int4")
     rehearsal = rehearse(plan, rounds=6)
     assert rehearsal.load > 0.99 and rehearsal.utilisation < 0.5
-    assert plan.shards > 1 and any("--shards" in warning for warning in plan.warnings)
+    assert plan.shards > 1 and any(f"needs {plan.shards} of them" in warning for warning in plan.warnings)
     assert make_plan(replace(SITE, workers=2), inner_steps=128, wire="int4").shards == 1
 
 

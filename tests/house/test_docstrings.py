@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import heloco
+from heloco.run.config import BEST
 
 PACKAGE = Path(heloco.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -66,3 +67,8 @@ def test_a_docstring_says_more_than_the_name(path):
     for name, node in definitions(path):
         words = "".join(letter for letter in (ast.get_docstring(node) or "-").lower() if letter.isalnum())
         assert words != name.rpartition(".")[2].lower().replace("_", ""), f"{path}: {name}"
+
+
+def test_the_class_names_the_method_that_the_default_recipe_has():
+    documentation = " ".join((heloco.HeLoCo.__doc__ or "").split())
+    assert f"The default of `heloco train` and `heloco.simulate`, `{BEST['method']}`," in documentation

@@ -120,8 +120,37 @@ def test_a_study_uses_it(installed, tmp_path):
     assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
 
 
-SERVED = (*TINY_MODEL, "--batch-size", "2", "--inner-steps", "2", "--arrivals", "12", "--device", "cpu", *OWN)
 HERE = ("--ray", "off", "--host", "127.0.0.1", "--port", "0", "--workers", "2")
+OWN_TASK = (
+    "--recipe", "plain", "--task", "sums", "--method", "mla", "--batch-size", "2", "--inner-steps", "2", "--arrivals", "4",
+    "--device", "cpu",
+)  # fmt: skip
+
+
+def test_the_packages_task_is_trained_studied_and_served(installed, tmp_path):
+    trained = tmp_path / "trained"
+    result = in_process("train", *OWN_TASK, "--paces", "1,2", "--out", trained, path=installed)
+    assert result.code == 0, result.err
+    assert json.loads((trained / "run.json").read_text())["plugins"] == {"task sums": "own-rules 0.3"}
+    (tmp_path / "mine.toml").write_text(
+        'like = "table1"\n[settings]\ntask = "sums"\n[small]\narrivals = 4\ninner_steps = 1\n'
+        '[rows]\n"1,2" = { paces = [1, 2] }\n[methods]\nmla = {}\n'
+        '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
+        '[[figures]]\nname = "loss"\ntitle = "Loss"\npanels = ["rows"]\nlines = "methods"\n'
+    )
+    results = tmp_path / "results"
+    studied = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", results, path=installed)
+    assert studied.code == 0, studied.err
+    tables = (results / "mine" / "tables.md").read_text()
+    assert "Mean validation loss at the end." in tables and "token" not in tables
+    for part in ("uvicorn", "starlette", "httpx", "cryptography"):
+        pytest.importorskip(part, reason=f"{part} is not installed")
+    served = in_process("serve", "--out", tmp_path / "served", *OWN_TASK[2:], *HERE, path=installed)
+    assert served.code == 0, (served.out, served.err)
+    assert len(tape(tmp_path / "served")) == 4
+
+
+SERVED = (*TINY_MODEL, "--batch-size", "2", "--inner-steps", "2", "--arrivals", "12", "--device", "cpu", *OWN)
 
 
 def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):

@@ -142,7 +142,10 @@ class Plan:
                 "no harm: longer rounds, a narrower format or a faster link help."
             )
         if self.shards > 1:
-            yield f"One synchronizer would be too busy: spread it with --shards {self.shards}."
+            yield (
+                f"One synchronizer would be too busy: the load needs {self.shards} of them. Longer rounds, a narrower format or "
+                "fewer workers reduce it."
+            )
         if self.utilisation < 0.9:
             yield f"Workers compute only {self.utilisation:.0%} of the time."
 

@@ -46,7 +46,8 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
 
     There are two published forms. The default is the one printed in the paper (method `heloco`). The authors' public code has
     another λ, min(k_d(c_ok−c)/(c_ok−c_bad)·conf, 1), and applies ρ before the correction, G = correct(ρΔ, m):
-    `HeLoCo(params, reorient="ramp", weigh="before")` (method `heloco-ramp`, the default of `heloco train` and `heloco.simulate`).
+    `HeLoCo(params, reorient="ramp", weigh="before")` (method `heloco-ramp`). The default
+    of `heloco train` and `heloco.simulate`, `heloco-adaptive`, is the second form with a weight ρ that grows during the run.
 
     Knobs, all of which can differ between parameter groups:
 

@@ -29,6 +29,11 @@ class BlockFacts(Struct, frozen=True):
     shape: list[Size]
 
 
+def participation_window(setting: int, workers: int) -> int:
+    """The number of last arrivals over which it is counted who participates: the setting, or four rounds of all workers."""
+    return setting or 4 * workers
+
+
 class RunFacts(Struct, frozen=True, kw_only=True):
     """What does not change during a run, besides its config."""
 

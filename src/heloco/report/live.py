@@ -7,6 +7,7 @@ Nothing but the page and its events is served, by default to this machine alone.
 
 import asyncio
 import contextlib
+import logging
 import re
 import socket
 import time
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+log = logging.getLogger("heloco.page")
 
 LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a while
@@ -63,12 +66,17 @@ class Feed:
         self._changed.set()
 
     async def watch(self, look_every_s: float = LOOK_EVERY_S) -> None:
+        """Looks at the runs again and again, and sends what has changed to everyone who looks at the page."""
+        last_error = ""
         while True:
             await asyncio.sleep(look_every_s)
             began = time.perf_counter()
             try:
                 data = await asyncio.to_thread(self._look)
-            except (OSError, MemoryError, RuntimeError):  # no memory, or no thread: the next look may have it
+            except (OSError, MemoryError, RuntimeError) as error:  # no memory, or no thread: the next look may have it
+                if repr(error) != last_error:
+                    log.warning("The page could not be brought up to date, and is tried again.", exc_info=error)
+                last_error = repr(error)
                 continue
             if data is not None:
                 self._take(*data)

@@ -13,7 +13,7 @@ from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import Event
 from heloco.records.lines import RecordT, Tail
-from heloco.records.run_facts import RunFacts, read_facts
+from heloco.records.run_facts import RunFacts, participation_window, read_facts
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord, BlockColumns
 from heloco.report.journal_summary import JournalSummary, JournalTail
@@ -168,7 +168,7 @@ class Run:
     @property
     def window(self) -> int:
         """The number of last arrivals over which it is counted who participates."""
-        return self._setting("cluster", "participation") or 4 * len(self.facts.paces)
+        return participation_window(self._setting("cluster", "participation") or 0, len(self.facts.paces))
 
     @property
     def min_workers(self) -> int:

@@ -94,7 +94,7 @@ def _fixed_tokens(budget: Budget, spec: TableSpec, variant: str) -> TableData:
 
     header = ["paces", *(f"L {m}" for m in methods), *(f"Δ {m} %" for m in budget.against)]
     caption = (
-        f"{spec.caption} L: mean validation loss at the end, nats per token. Δ X: by how much {variant}'s loss is below "
+        f"{spec.caption} L: mean validation loss at the end{results.loss_unit}. Δ X: by how much {variant}'s loss is below "
         f"X's. Small: the paper's number. {results.note_on_seeds()}{_caution(results)}"
     ).strip()
     lines = [line(row) for row in budget.rows] + ([line(None)] if len(budget.rows) > 1 else [])

@@ -90,6 +90,12 @@ class Results:
         self.measures = list(first.record.evals.sources[self.sources[0]])
         self.digests = sorted({run.record.digest for run in self.runs.values()})
 
+    @property
+    def loss_unit(self) -> str:
+        """What a loss is measured in, to follow its name; empty for a task that has no name for it."""
+        tasks = {run.place.config.input.task for run in self.runs.values()}
+        return ", nats per token" if tasks == {"language"} else ""
+
     def seeds_of(self, row: str) -> list[int]:
         return sorted({seed for at_row, _, seed in self.runs if at_row == row})
 

@@ -9,7 +9,7 @@ from heloco.study.results import PlacedRun, Results, stat
 from heloco.study.spec import Axis, FigureSpec
 
 X_LABELS = {"inner_steps": "inner steps", "time_s": "virtual time in s"}
-Y_LABEL = "validation loss, nats per token"
+Y_LABEL = "validation loss"
 
 
 def figures_of(results: Results) -> list[Figure]:
@@ -27,7 +27,7 @@ def _figure(results: Results, spec: FigureSpec) -> Figure:
         fixed: dict[str, str] = dict(zip(spec.panels, combination, strict=True))
         lines = [line for name in along[spec.lines] if (line := _line(results, spec, along, {**fixed, spec.lines: name}))]
         if lines:
-            panels.append(Panel(", ".join(combination), lines, X_LABELS[spec.x], Y_LABEL))
+            panels.append(Panel(", ".join(combination), lines, X_LABELS[spec.x], Y_LABEL + results.loss_unit))
     band = "" if len(results.seeds) == 1 else " Bands: ± one standard deviation over seeds."
     return Figure(spec.name, spec.title, f"{spec.caption}{band}".strip(), panels, spec.columns)
 

@@ -35,7 +35,7 @@ def _losses(results: Results, spec: TableSpec) -> TableData:
 
     lines = [[Cell(line), *cells(line)] for line in down]
     compared = f" Under each loss the difference to {spec.baseline}." if spec.baseline in methods else ""
-    caption = f"{spec.caption} Mean validation loss at the end, nats per token. {results.note_on_seeds()}{compared}".strip()
+    caption = f"{spec.caption} Mean validation loss at the end{results.loss_unit}. {results.note_on_seeds()}{compared}".strip()
     return TableData(spec.title, ["", *across], lines, caption)
 
 
@@ -79,7 +79,7 @@ def _sources(results: Results, spec: TableSpec) -> TableData:
                 continue
             cells = [_source_cell(results, row, method, source, spec.measure) for source in (*results.sources, "")]
             lines.append([Cell(row), Cell(method), *cells])
-    unit = {"loss": "Validation loss at the end, nats per token.", "bits_per_byte": "Bits per byte at the end."}
+    unit = {"loss": f"Validation loss at the end{results.loss_unit}.", "bits_per_byte": "Bits per byte at the end."}
     caption = f"{spec.caption} {unit.get(spec.measure, spec.measure)} {results.note_on_seeds()}".strip()
     has_measure = spec.measure in results.measures
     return TableData(spec.title, ["", "method", *results.sources, "mean"], lines if has_measure else [], caption)

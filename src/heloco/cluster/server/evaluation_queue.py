@@ -280,7 +280,7 @@ class EvaluationQueue:
             return self._scorer(path)
         except Exception as error:  # a task is the user's own code
             if not self._is_over:
-                log.warning("The evaluation at arrival %d failed: %s", due.arrival, error)
+                log.warning("The evaluation at arrival %d failed: %s", due.arrival, error, exc_info=error)
             return None
 
     def _record_line(self, due: EvaluationDue, scores: Scores, machine: str) -> None:

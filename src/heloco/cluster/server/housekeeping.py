@@ -108,6 +108,7 @@ class Housekeeper(threading.Thread):
             try:
                 self._housekeeping.tick()
             except Exception as error:
+                log.error("The synchronizer failed with an internal error.", exc_info=error)
                 if not state.has_failed:
                     state.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
 

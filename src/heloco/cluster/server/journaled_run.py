@@ -29,6 +29,7 @@ from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event,
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, contribution_path
 from heloco.records.json_numbers import finite_or_none
+from heloco.records.run_facts import participation_window
 from heloco.records.tape import Traffic
 from heloco.run import RunConfig, RunFolder
 from heloco.run.tape_writer import arrival_record
@@ -77,7 +78,7 @@ class JournaledRun:
         self.started_s: dict[int, float] = {}
         """Worker -> the time at which its round was handed out."""
         self.acks: dict[int, deque[Acknowledgement]] = {w: deque(maxlen=ACKS_KEPT) for w in range(synchronizer.workers)}
-        window = config.cluster.participation or 4 * synchronizer.workers
+        window = participation_window(config.cluster.participation, synchronizer.workers)
         self.contributors: deque[str] = deque(maxlen=window)
         """The machines of the last arrivals."""
         self.recent: deque[tuple[float, str, int]] = deque(maxlen=window + 1)
