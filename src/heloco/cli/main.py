@@ -18,9 +18,9 @@ from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
 from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
 from heloco.cli.plan_command import add_plan_flags, plan
-from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
+from heloco.cli.report_command import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
-from heloco.cli.study import add_study_flags, study
+from heloco.cli.study_command import add_study_flags, study
 from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
 

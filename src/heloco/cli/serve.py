@@ -87,7 +87,7 @@ def outward_address() -> str:
 
 def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
     """Raises UserError before a run is begun that could not be served. A port that is taken may become free within `wait_s`."""
-    from heloco.cluster.gateway.server import listen
+    from heloco.cluster.gateway.https_server import listen
 
     until = time.monotonic() + wait_s
     while True:

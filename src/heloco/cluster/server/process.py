@@ -28,7 +28,7 @@ from heloco.run.settings import parse_toml, to_toml
 CREDENTIALS, LISTEN = "credentials", "listen.json"
 END_WITH_STDIN = "--end-with-stdin"
 """The flag of `heloco join` for a worker that must not outlive whoever started it."""
-GATEWAY = "heloco.cluster.gateway.server:open_gateway"
+GATEWAY = "heloco.cluster.gateway.https_server:open_gateway"
 """Loaded by name, because this room may not import the gateway."""
 
 
