@@ -25,7 +25,7 @@ LOST_S = 60.0
 """After this many seconds out of reach, a run counts as gone. A crash and a restart take less."""
 
 
-class Mirror:
+class FolderMirror:
     """Keeps `folder` up to date with the run's folder, and retries when the run cannot be reached."""
 
     def __init__(self, link: "AdminLink") -> None:

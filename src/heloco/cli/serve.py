@@ -49,9 +49,9 @@ def serve(parsed: argparse.Namespace) -> int:
     from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
 
-    local = parse_count(parsed.workers, "workers")
+    local = parse_whole_number(parsed.workers, "workers")
     previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
-    port = parse_count(parsed.port, "port") if parsed.port else previous.port
+    port = parse_whole_number(parsed.port, "port") if parsed.port else previous.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
     host = parsed.host or previous.host
@@ -99,7 +99,7 @@ def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
             time.sleep(0.1)
 
 
-def parse_count(text: str, name: str) -> int:
+def parse_whole_number(text: str, name: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
@@ -130,7 +130,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
         return ServeSpec(str(parsed.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
+    seats = parse_whole_number(parsed.seats, "seats") if parsed.seats else 0
     values = with_recipe("best", values, is_real=True)
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)

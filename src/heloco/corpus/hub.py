@@ -17,7 +17,7 @@ from .parts import Labelled, Recipe, divide, labelled, pick, until, val_limit
 from .streams import Meter
 
 LIMIT_BYTES = 20_000_000
-MOST_CONFIGS = 32
+CONFIGS_LIMIT = 32
 
 
 def hub_recipes(dataset: str, languages: Sequence[str] | None, limit_bytes: int | None, field: str) -> list[Recipe]:
@@ -40,7 +40,7 @@ def _recipe(dataset: str, config: str, limit: int, field: str, identity: dict[st
 def _config_names(dataset: str) -> list[str]:
     with _in_words(dataset, None):
         names: list[str] = _library().get_dataset_config_names(dataset)
-    if len(names) > MOST_CONFIGS:
+    if len(names) > CONFIGS_LIMIT:
         examples = ", ".join(names[:8])
         raise UserError(
             f"{dataset} has {len(names)} configurations ({examples}, …), too many to take all of: name the languages you want."

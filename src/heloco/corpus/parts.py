@@ -9,9 +9,9 @@ from heloco.errors import UserError, nearest
 
 from .streams import Meter
 
-Part = Literal["train", "val"]
-PARTS: tuple[Part, Part] = ("train", "val")
-Labelled = tuple[Part, str]
+PartName = Literal["train", "val"]
+PARTS: tuple[PartName, PartName] = ("train", "val")
+Labelled = tuple[PartName, str]
 
 VAL_PER_THOUSAND = 10  # of the documents, where a source has no validation part of its own
 
@@ -57,7 +57,7 @@ def until(documents: Iterable[str], limit_bytes: int | None) -> Iterator[str]:
             return
 
 
-def labelled(part: Part, documents: Iterable[str]) -> Iterator[Labelled]:
+def labelled(part: PartName, documents: Iterable[str]) -> Iterator[Labelled]:
     return ((part, document) for document in documents)
 
 
@@ -67,7 +67,7 @@ def divide(documents: Iterable[str], name: str) -> Iterator[Labelled]:
     Neither side is ever empty: one document is held back for the side that ends up with none, and a lone document is cut in two.
     """
     held: str | None = None
-    filled_parts: set[Part] = set()
+    filled_parts: set[PartName] = set()
     for document in documents:
         if held is not None and _for_validation(document):
             filled_parts.add("val")

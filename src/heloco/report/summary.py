@@ -14,7 +14,7 @@ from heloco.records.tape import CASES, ArrivalRecord
 
 
 @dataclass(kw_only=True)
-class Contributions:
+class ContributionTotals:
     """Somebody's part in a run: a worker's, or a machine's."""
 
     arrivals: int = 0
@@ -40,7 +40,7 @@ class Contributions:
 
 
 @dataclass
-class WorkerSummary(Contributions):
+class WorkerSummary(ContributionTotals):
     """All that came from one worker."""
 
     pace_s: float
@@ -53,7 +53,7 @@ class WorkerSummary(Contributions):
 
 
 @dataclass
-class MachineSummary(Contributions):
+class MachineSummary(ContributionTotals):
     """All that came from one machine."""
 
     id: str
@@ -155,7 +155,7 @@ class RunSummary:
         """Seconds per inner step: a simulation's are given, those of real machines are measured."""
         return worker.measured_s if self.is_real else worker.pace_s
 
-    def share(self, contributions: Contributions) -> float:
+    def share(self, contributions: ContributionTotals) -> float:
         return contributions.arrivals / self.arrivals if self.arrivals else 0.0
 
     def recent_share(self, machine: MachineSummary) -> float:

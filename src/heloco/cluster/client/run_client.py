@@ -48,7 +48,7 @@ class RunEnded(Exception):
         self.ended = Ended(kind=kind, text=text)
 
 
-class StopRequested(Exception):
+class MachineStopRequested(Exception):
     """This machine was asked to stop while the run could not be reached."""
 
 
@@ -284,7 +284,7 @@ class RunClient:
                 self.tell(f"{reason} Trying again.")
                 last_reason = reason
             if self._is_leaving.wait(pause_after(waited_s)) or self.stopping():
-                raise StopRequested(reason)
+                raise MachineStopRequested(reason)
 
     # ---- signs of life
 
