@@ -188,7 +188,7 @@ class Contributor(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._is_over = threading.Event()
         link = HttpsLink(serving.address, serving.token)
-        self._client = RunClient(link, name, patience_s=600.0, stopping=self._is_over.is_set, tell=self._note)
+        self._client = RunClient(link, name, patience_s=600.0, is_stopping=self._is_over.is_set, tell=self._note)
         self.notes: list[str] = []
         self.trouble = ""
         self.start()

@@ -61,8 +61,8 @@ class FolderMirror:
                 time.sleep(REFRESH_EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
-        except Refused as refused:
-            raise UserError(refused.text) from refused
+        except Refused as error:
+            raise UserError(error.text) from error
         self._reached_s = time.monotonic()
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()

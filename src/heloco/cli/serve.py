@@ -197,10 +197,10 @@ class HereEngine:
     """The service in this process, and its local workers in their own processes, connected through the gateway."""
 
     def __init__(self, spec: "ServeSpec", local: int, child: ServingChild | None = None) -> None:
-        from heloco.cli.main import preparing
+        from heloco.cli.main import show_preparation
         from heloco.cluster.server.process import LocalWorkers, RunHost
 
-        with preparing() as progress:
+        with show_preparation() as progress:
             self.host = RunHost.open(spec, progress)
         self.address, self.notices = self.host.address, self.host.service.notices
         reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")

@@ -44,7 +44,7 @@ def study(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
-    chosen = load_study(parsed.study)
+    selected_study = load_study(parsed.study)
     if parsed.scale not in SCALES:
         raise UserError(f"There is no scale {parsed.scale!r}; {nearest(parsed.scale, SCALES)}")
     if parsed.data is None and parsed.scale == "paper":
@@ -53,14 +53,14 @@ def study(parsed: argparse.Namespace) -> int:
             "`--scale small` needs none."
         )
     pick_device(parsed.device)  # a missing device is reported before the data is prepared
-    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
+    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), selected_study.name)
     folder.check_ours()
-    plan = plan_of(parsed, chosen)
+    plan = plan_of(parsed, selected_study)
     folder.check_same(plan)
     return carry_out(parsed, plan, folder)
 
 
-def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
+def plan_of(parsed: argparse.Namespace, selected_study: "Study") -> "Plan":
     from heloco.corpus import rich_progress
     from heloco.engine.build import build_task
     from heloco.study.plan import make_plan
@@ -69,7 +69,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
     settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     with rich_progress() as progress:
         return make_plan(
-            chosen,
+            selected_study,
             scale=parsed.scale,
             seeds=None if parsed.seeds is None else whole_number("seeds", parsed.seeds),
             rows=split_names(parsed.rows, ";"),
@@ -119,7 +119,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with StudyDisplay(len(plan.runs), finished, console) as display:
-            run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
+            run_all(plan, folder.store, device=device, display=display, is_stopping=lambda: bool(caught))
     except StopRequested:
         finished = len(plan.runs) - len(plan.missing(folder.store))
         print(

@@ -25,9 +25,9 @@ def hub_recipes(dataset: str, languages: Sequence[str] | None, limit_bytes: int 
     limit = limit_bytes or LIMIT_BYTES
     if languages is None:
         languages = _config_names(dataset)
-    chosen = pick(list(dict.fromkeys(languages)), languages, dataset)  # names nobody knows are found out when they are read
+    configs = pick(list(dict.fromkeys(languages)), languages, dataset)  # names nobody knows are found out when they are read
     identity = {"hub": dataset, "limit": limit, "field": field, **_local_state(dataset)}
-    return [_recipe(dataset, config, limit, field, identity) for config in chosen]
+    return [_recipe(dataset, config, limit, field, identity) for config in configs]
 
 
 def _recipe(dataset: str, config: str, limit: int, field: str, identity: dict[str, object]) -> Recipe:

@@ -92,10 +92,12 @@ def _windowed(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[
 
 
 def _shard(name: str, views: Sequence[npt.NDArray[Any]], members: Sequence[Indices]) -> Shard:
-    held = [(view, np.sort(indices)) for view, indices in zip(views, members, strict=True) if len(indices)]
-    counts = [len(indices) for _, indices in held]
+    indexed_views = [(view, np.sort(indices)) for view, indices in zip(views, members, strict=True) if len(indices)]
+    counts = [len(indices) for _, indices in indexed_views]
     firsts = np.cumsum([0, *counts[:-1]])
-    return Shard(name, sum(counts), tuple(view for view, _ in held), tuple(indices for _, indices in held), firsts)
+    return Shard(
+        name, sum(counts), tuple(view for view, _ in indexed_views), tuple(indices for _, indices in indexed_views), firsts
+    )
 
 
 def _deal_evenly(sizes: Sequence[int], shards: int, rng: np.random.Generator) -> list[list[Indices]]:

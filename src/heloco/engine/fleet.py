@@ -56,26 +56,26 @@ class PlannedRun:
 class Watcher(Protocol):
     """Is told how far the runs of a fleet are, and gets the records of each run that ends."""
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         """Called after each wave with the inner steps that are done and those of all runs."""
 
-    def finished(self, key: str, collected: Collector) -> None:
+    def on_finish(self, key: str, collector: Collector) -> None:
         """Called with the tape and evaluations of a run that reached its last arrival."""
 
-    def diverged(self, key: str, reason: str, collected: Collector) -> None:
+    def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
         """Called with what there is of a run that was stopped because its numbers are not finite."""
 
 
 def run_fleet(
-    planned: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
+    planned: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
-    """Carries out all runs; `StopRequested` when `stopping()` turned true. Those that ended were handed to the watcher."""
+    """Carries out all runs; `StopRequested` when `is_stopping()` turned true. Those that ended were handed to the watcher."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
     try:
         with host_work_first(device):
-            Fleet(planned, watcher, device, stopping).run()
+            Fleet(planned, watcher, device, is_stopping).run()
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -105,7 +105,7 @@ class _Member:
     chains: dict[tuple[int, int], int]
     steps_left: int
     run: LocalRun | None = None
-    collected: Collector = field(default_factory=Collector)
+    collector: Collector = field(default_factory=Collector)
     busy_workers: set[int] = field(default_factory=set)
     """Workers whose rounds are being computed."""
 
@@ -140,9 +140,9 @@ class Fleet:
     """Carries out many runs on one device. `run_fleet` is the usual way to use it."""
 
     def __init__(
-        self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]
+        self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, is_stopping: Callable[[], bool]
     ) -> None:
-        self.watcher, self.device, self.stopping = watcher, device, stopping
+        self.watcher, self.device, self.is_stopping = watcher, device, is_stopping
         members = [make_member(order, each) for order, each in enumerate(planned)]
         keys = list(dict.fromkeys(member.stack_key for member in members))
         self.waiting = sorted(members, key=lambda member: keys.index(member.stack_key))
@@ -164,11 +164,11 @@ class Fleet:
             self._admit()
             while len(under_way) < self._waves and (wave := self._pick()):
                 under_way.append((wave, self._begin(wave)))
-            if self.stopping():
+            if self.is_stopping():
                 raise StopRequested
             if under_way:  # else the last of those that ran ended as they were admitted
                 self._take_in(*under_way.popleft())
-                self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
+                self.watcher.on_progress(min(self.steps_done, self.steps_total), self.steps_total)
 
     def _begin(self, wave: Wave) -> Results:
         for member, worker_round in wave:
@@ -218,13 +218,13 @@ class Fleet:
                 if self.running:
                     return
                 self._begin_stack(self.waiting[0])
-            held = sum(map(self._run_bytes, self.running))
-            if self.running and held + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
+            bytes_in_use = sum(map(self._run_bytes, self.running))
+            if self.running and bytes_in_use + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
                 return
             member = self.waiting.pop(0)
             task, config = member.planned.task, member.planned.config
             model = copy.deepcopy(self._model(task))
-            member.run = LocalRun(task, config, observers=[member.collected], model=model, block_numbers=False)
+            member.run = LocalRun(task, config, observers=[member.collector], model=model, block_numbers=False)
             self.running.append(member)
             member.run.begin()
             self._advance(member)
@@ -234,10 +234,10 @@ class Fleet:
         try:
             if not member.run.advance():
                 return
-            self.watcher.finished(member.planned.key, member.collected)
+            self.watcher.on_finish(member.planned.key, member.collector)
         except RunStopped as stopped:
             self.steps_done += member.steps_left
-            self.watcher.diverged(member.planned.key, str(stopped), member.collected)
+            self.watcher.on_divergence(member.planned.key, str(stopped), member.collector)
         member.run = None
         self.running.remove(member)
 

@@ -65,10 +65,10 @@ class AdamW:
             CHUNK=CHUNK, ALIGNED=self._aligned and is_aligned, num_warps=8,
         )  # fmt: skip
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         if self._fused:
-            self._addresses.recorded()
+            self._addresses.finish_recording()
 
 
 def serves(parameters: Sequence[Tensor]) -> bool:

@@ -35,10 +35,10 @@ class Muon:
         for indices, group in self._groups:
             group.move([gradients[i] for i in indices], lr * active, weight_decay, active)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         for _, group in self._groups:
-            group.recorded()
+            group.finish_recording()
 
 
 class MuonGroup:
@@ -76,9 +76,9 @@ class MuonGroup:
             num_warps=8 if short > 64 else 4,
         )  # fmt: skip
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         if self._addresses is not None:
-            self._addresses.recorded()
+            self._addresses.finish_recording()
 
 
 def serves(parameters: Sequence[Tensor]) -> bool:
@@ -102,7 +102,7 @@ class SGD:
                 direction = momentum
             p.sub_(_per_slice(lr * active, p) * direction)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         pass
 
 

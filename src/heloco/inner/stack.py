@@ -126,7 +126,7 @@ class Stack:
     # ---- run
 
     @property
-    def recorded(self) -> bool:
+    def is_recorded(self) -> bool:
         """Whether the step is ready to be run many times; `record` first where it is not, and load again after it."""
         return self.device.type != "cuda" or self._graph is not None
 
@@ -145,7 +145,7 @@ class Stack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
-        self._optimizer.recorded()
+        self._optimizer.finish_recording()
         self._graph = graph
 
     def begin(self, steps: int) -> None:

@@ -114,7 +114,7 @@ class StackedInner:
         try:
             stack = self._stack(jobs[0].kind, self._size(len(jobs)), steps)
             stack.load(jobs, data)
-            if not stack.recorded:
+            if not stack.is_recorded:
                 stack.record()
                 stack.load(jobs, data)
             stack.begin(steps)

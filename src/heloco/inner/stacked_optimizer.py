@@ -43,11 +43,11 @@ class StackedOptimizer:
         if self._momentum_blocks:
             self._momentum.move([gradients[i] for i in self._momentum_blocks], lr, settings[3], active)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         if self._adamw:
-            self._adamw.recorded()
-        self._momentum.recorded()
+            self._adamw.finish_recording()
+        self._momentum.finish_recording()
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -108,7 +108,7 @@ class Worker:
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
-            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested is not None,
+            link, name, returning=identity.ticket, keep_ticket=identity.keep, is_stopping=lambda: self.stop_requested is not None,
             tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
         )  # fmt: skip
         outcome = "nothing was under way"

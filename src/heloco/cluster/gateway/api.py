@@ -265,8 +265,8 @@ class Api:
             change = self._changes.next()
             try:
                 answer = await self.calls.call_locked(self.service.next, ticket, body.evaluates)
-            except Refused as refused:
-                if refused.code is not RefusalCode.BUSY:
+            except Refused as error:
+                if error.code is not RefusalCode.BUSY:
                     raise
                 answer = m.Wait(kind="busy", text="the synchronizer is busy")
             left_s = until - time.monotonic()

@@ -222,7 +222,7 @@ class LocalWorkers:
         self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = (), lifeline: int | None = None
     ) -> None:
         """`lifeline`: a pipe's end to read from. Workers end when nobody holds its other end any more. None: when this ends."""
-        self._lifeline, self._held = (lifeline, -1) if lifeline is not None else os.pipe()
+        self._lifeline, self._lifeline_end = (lifeline, -1) if lifeline is not None else os.pipe()
         self.folder = folder / "workers"
         self.folder.mkdir(exist_ok=True)
         threads = str(max(1, (os.cpu_count() or 1) // max(1, count)))
@@ -253,7 +253,7 @@ class LocalWorkers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._held >= 0:
-            os.close(self._held)
+        if self._lifeline_end >= 0:
+            os.close(self._lifeline_end)
             os.close(self._lifeline)
-            self._held = -1
+            self._lifeline_end = -1

@@ -38,24 +38,24 @@ class Resumption:
 
     def begin(self) -> None:
         self.folder.take()
-        chosen = self._choose_checkpoint()
+        start_point = self._choose_checkpoint()
         mark, lines = Mark(), NO_LINES
         evaluations_due: tuple[EvaluationDue, ...] = ()
-        if chosen is not None:
-            checkpoints.load(self.run, *chosen)
-            mark, lines, evaluations_due = chosen[0].journal, chosen[0].lines, chosen[0].evaluations_due
+        if start_point is not None:
+            checkpoints.load(self.run, *start_point)
+            mark, lines, evaluations_due = start_point[0].journal, start_point[0].lines, start_point[0].evaluations_due
             self._adopt_starts()
         earlier = evaluations_after(self.folder.path, lines.evals_bytes)
         self.folder.start_writing(lines, accept_shorter=True)
         self.run.take_up_evaluations(evaluations_due, earlier)
         self.run.open_journal(Journal(self.folder.path, mark))
-        if chosen is None:
+        if start_point is None:
             self.run.evaluate_if(True)
         last_received = self._follow(mark)
         self.run.journal.remove_orphans()
         self._settle(last_received)
         self._give_up_lost_starts()
-        if chosen is None:
+        if start_point is None:
             checkpoints.save(self.run)
         self.run.start_evaluations()
 
@@ -118,7 +118,7 @@ class Resumption:
 
     def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
-        versions = {held.worker: held.version for held in state.books.held}
+        versions = {terms.worker: terms.version for terms in state.books.held}
         try:
             for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):
@@ -174,8 +174,8 @@ class Resumption:
     def _give_up_lost_starts(self) -> None:
         """Abandons rounds whose start file is lost for good: no machine could begin them."""
         run = self.run
-        for worker, held in list(run.synchronizer.held.items()):
-            if not self.starts.has(held.version):
+        for worker, terms in list(run.synchronizer.rounds_under_way.items()):
+            if not self.starts.has(terms.version):
                 run.abandon(worker, "start-gone", "its start file is gone", run.time_s)
 
 

@@ -39,8 +39,8 @@ def axes_of(runs: Sequence[Run]) -> dict[str, Position]:
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
-    evaluated = {measure for run in runs for measure in run.measures}
-    return [measure for measure in MEASURES if measure in evaluated] + sorted(evaluated - MEASURES.keys())
+    measured_names = {measure for run in runs for measure in run.measures}
+    return [measure for measure in MEASURES if measure in measured_names] + sorted(measured_names - MEASURES.keys())
 
 
 def y_label(measure: str, runs: Sequence[Run]) -> str:
