@@ -111,7 +111,7 @@ def carry_out(runs: Sequence[PlannedRun], keeper: Keeper, device: torch.device, 
             fleet.run()
         except StopRequested:
             for member in fleet.running:
-                keeper.keep_unfinished(member.planned.key, member.collector)
+                keeper.keep_unfinished(member.planned_run.key, member.collector)
             print(f"stopped: {len(fleet.running) + len(fleet.waiting)} runs are unfinished", flush=True)
             return False
     return True

@@ -232,28 +232,28 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
     from heloco.engine.local import StopRequested
     from heloco.report.mirrors import open_mirrors
     from heloco.report.summary import read_summary
-    from heloco.report.terminal import Progress, showing, tables
+    from heloco.report.terminal import Progress, show_progress, tables
     from heloco.run.config import by_section
 
     console = Console()
     facts = folder.facts()
     summary = read_summary(folder.path, facts)
-    caught: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+        signals.append(number)
         local.stop_requested = True
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with open_mirrors(logs, folder.path, by_section(local.config)) as mirrors:
             local.observers += mirrors
-            with showing(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
+            with show_progress(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
                 local.observers.append(progress)
                 local.run()
     except StopRequested:
         print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
-        return 128 + caught[0]
+        return 128 + signals[0]
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)

@@ -54,10 +54,10 @@ class FolderMirror:
         try:
             info = self.link.describe()
             self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
-            missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
+            reason = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
             while not self.has(FIXED if info.external else (*FIXED, EVALS)):
                 if time.monotonic() - began > WAIT_S:
-                    raise UserError(f"{missing} at {self.link.address}: try again later.")
+                    raise UserError(f"{reason} at {self.link.address}: try again later.")
                 time.sleep(REFRESH_EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error

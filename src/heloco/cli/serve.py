@@ -79,9 +79,9 @@ def own_names(host: str) -> tuple[str, ...]:
 
 
 def outward_address() -> str:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
-        return str(asking.getsockname()[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
+        return str(probe.getsockname()[0])
     return "localhost"
 
 
@@ -203,12 +203,12 @@ class HereEngine:
         with show_preparation() as progress:
             self.host = RunHost.open(spec, progress)
         self.address, self.notices = self.host.address, self.host.service.notices
-        reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+        local_address = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         self.workers: LocalWorkers | None = None
         self._is_child = child is not None
         if local:
             lifeline = child.lifeline if child else None
-            self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder), lifeline=lifeline)
+            self.workers = LocalWorkers(local, local_address, self.token("worker"), Path(spec.folder), lifeline=lifeline)
 
     def token(self, right: "Right") -> str:
         return self.host.token(right)
@@ -249,10 +249,10 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
     that `heloco serve` restarts."""
     from heloco.cli.serve_view import follow
 
-    caught: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+        signals.append(number)
 
     engine = engine_for(spec, local, ray, child)  # until it is open, Ctrl-C ends the process at once
     old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -267,15 +267,15 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
             print(f"The run goes on after arrival {state.arrivals}.", flush=True)
         else:
             announce(engine, spec, ray)
-        end = follow(engine, Path(spec.folder), lambda: bool(caught))
-        if caught:
-            engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
-        if caught or (end is not None and end.kind == "stopped"):
+        end = follow(engine, Path(spec.folder), lambda: bool(signals))
+        if signals:
+            engine.stop(f"stopped by {signal.Signals(signals[0]).name}")
+        if signals or (end is not None and end.kind == "stopped"):
             print(how_to_go_on(spec), flush=True)
         if end is None or end.kind != "failed":
             let_all_hear_of_it(engine)
-        if caught or end is None:
-            return 128 + caught[0]
+        if signals or end is None:
+            return 128 + signals[0]
     finally:
         engine.close()
         for number, handler in old_handlers.items():

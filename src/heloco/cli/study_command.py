@@ -103,30 +103,30 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     from heloco.study.plan import carry_out as run_all
 
     device = pick_device(parsed.device)
-    missing = plan.missing(folder.store)
-    if missing and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
+    missing_runs = plan.find_missing(folder.store)
+    if missing_runs and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
         refuse_the_cpu(parsed, plan, folder)
     if device.type == "cpu" and parsed.scale == "small":
         torch.set_num_threads(1)  # threads would mostly wait for each other, because the matrices are small
     console = wide_console()
-    finished = len(plan.runs) - len(missing)
+    finished = len(plan.runs) - len(missing_runs)
     print(f"{plan.study.title}: {len(plan.runs)} runs, {finished} of them there already, on {device.type}.", flush=True)
-    caught: list[int] = []
+    signals: list[int] = []
 
-    def stop(caught_now: int, _: FrameType | None) -> None:
-        caught.append(caught_now)
+    def stop(number: int, _: FrameType | None) -> None:
+        signals.append(number)
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with StudyDisplay(len(plan.runs), finished, console) as display:
-            run_all(plan, folder.store, device=device, display=display, is_stopping=lambda: bool(caught))
+            run_all(plan, folder.store, device=device, display=display, is_stopping=lambda: bool(signals))
     except StopRequested:
-        finished = len(plan.runs) - len(plan.missing(folder.store))
+        finished = len(plan.runs) - len(plan.find_missing(folder.store))
         print(
             f"Stopped: {finished} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. "
             "The same command goes on."
         )
-        return 128 + caught[0]
+        return 128 + signals[0]
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -141,11 +141,11 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> None:
     from heloco.study.cost import hours_here
 
-    missing = plan.missing(folder.store)
-    hours = hours_here(missing, "cpu")
+    missing_runs = plan.find_missing(folder.store)
+    hours = hours_here(missing_runs, "cpu")
     hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
     raise UserError(
-        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about "
+        f"There is no GPU here, and on this CPU the {len(missing_runs)} missing runs of {plan.study.name} would take about "
         f"{hours_text} hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu "
         "goes ahead all the same."
     )

@@ -13,7 +13,7 @@ from typing import Any
 from heloco.errors import UserError
 
 from .libraries import library
-from .parts import Labelled, Recipe, divide, labelled, pick, until, val_limit
+from .parts import Labelled, Recipe, divide, label_documents, pick, until, val_limit
 from .streams import Meter
 
 LIMIT_BYTES = 20_000_000
@@ -57,8 +57,8 @@ def _labelled_rows(dataset: str, config: str, limit: int, field: str, meter: Met
     if "validation" not in splits:
         yield from divide(train, config)
         return
-    yield from labelled("train", train)
-    yield from labelled("val", until(_rows(dataset, config, "validation", field, meter), val_limit(limit)))
+    yield from label_documents("train", train)
+    yield from label_documents("val", until(_rows(dataset, config, "validation", field, meter), val_limit(limit)))
 
 
 def _rows(dataset: str, config: str, split: str, field: str, meter: Meter) -> Iterator[str]:

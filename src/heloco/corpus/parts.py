@@ -57,7 +57,7 @@ def until(documents: Iterable[str], limit_bytes: int | None) -> Iterator[str]:
             return
 
 
-def labelled(part: PartName, documents: Iterable[str]) -> Iterator[Labelled]:
+def label_documents(part: PartName, documents: Iterable[str]) -> Iterator[Labelled]:
     return ((part, document) for document in documents)
 
 

@@ -22,12 +22,12 @@ class Muon:
     """Moves the matrices of a stack, [S, rows, columns] each. Matrices of one shape are orthogonalised together."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float) -> None:
-        alike: dict[torch.Size, list[int]] = {}
+        indices_of_shape: dict[torch.Size, list[int]] = {}
         for index, p in enumerate(parameters):
-            alike.setdefault(p.shape, []).append(index)
+            indices_of_shape.setdefault(p.shape, []).append(index)
         self._groups = [
             (indices, MuonGroup([parameters[i].detach() for i in indices], [momenta[i] for i in indices], momentum))
-            for indices in alike.values()
+            for indices in indices_of_shape.values()
         ]
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
@@ -59,7 +59,7 @@ class MuonGroup:
         for momentum, gradient in zip(self._momenta, gradients, strict=True):
             momentum.add_((gradient - momentum) * _per_slice(rise, momentum))
             directions.append(torch.lerp(gradient, momentum, self._momentum))
-        orthogonal = torch.split(orthogonalised(torch.cat(directions)), len(lr))
+        orthogonal = torch.split(orthogonalise(torch.cat(directions)), len(lr))
         for p, direction in zip(self._parameters, orthogonal, strict=True):
             p.mul_(_per_slice(decay, p)).sub_(_per_slice(size, p) * direction)
 
@@ -106,7 +106,7 @@ class SGD:
         pass
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """UVᵀ, roughly, of each matrix USVᵀ: torch's `_zeropower_via_newtonschulz` for many at once, in bfloat16 as there."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

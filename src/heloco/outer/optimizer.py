@@ -90,10 +90,12 @@ class OuterOptimizer(Optimizer):
         super().__init_subclass__()
         if knobs is not None:
             cls.knobs = declared_knobs(knobs, **defaults)
-            explicit = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            explicit_parameters = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD]
             keyword = inspect.Parameter.KEYWORD_ONLY
-            derived = [inspect.Parameter(k.name, keyword, default=k.default, annotation=k.kind) for k in cls.knobs.values()]
-            cls.__signature__ = inspect.Signature([*explicit[1:], *derived])  # type: ignore[attr-defined]
+            knob_parameters = [
+                inspect.Parameter(k.name, keyword, default=k.default, annotation=k.kind) for k in cls.knobs.values()
+            ]
+            cls.__signature__ = inspect.Signature([*explicit_parameters[1:], *knob_parameters])  # type: ignore[attr-defined]
         elif "__init__" in cls.__dict__:
             cls.knobs = knobs_of_signature(cls.__init__)
         if cls.__doc__:
@@ -216,7 +218,7 @@ class OuterOptimizer(Optimizer):
             raise NotFinite(f"the pseudo-gradient of block {usable.argmin()} is not finite")
         block_coefficients = np.array(group_coefficients, dtype=np.float64).T.take(group_of, axis=1)
         factors = scale(sums[:, 0]) if scale is not None else ()
-        a, b, self.outcomes = combine_all(_scaled(sums, factors), block_coefficients)
+        a, b, self.outcomes = combine_all(scale_sums(sums, factors), block_coefficients)
         a = a * factors if len(factors) else a  # G = a·sΔ + b·m
         states = [self.state[p] for p in parameters]
         blocks = Blocks(thetas, momenta, deltas, states, group_of, block_coefficients, sums, a, b, release)
@@ -321,13 +323,13 @@ class OuterOptimizer(Optimizer):
 _shape = attrgetter("shape")
 
 
-def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
+def scale_sums(sums: Numbers, factors: Sequence[float]) -> Numbers:
     """(Δ·Δ, m·m, Δ·m) of blocks whose Δ is scaled by these factors; none: as they are."""
     if not len(factors):
         return sums
     s = np.array(factors)
-    scaled: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
-    return scaled
+    scaled_sums: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
+    return scaled_sums
 
 
 def _momentum_dtype(p: Tensor) -> torch.dtype:

@@ -129,7 +129,7 @@ class Run:
             try:
                 take(record)
             except IndexError:
-                raise tail.edited("there is no such worker") from None
+                raise tail.line_error("there is no such worker") from None
 
     def _add_arrival(self, record: ArrivalRecord) -> None:
         self.summary.add_arrival(record)

@@ -108,7 +108,7 @@ def _loss(summary: RunSummary) -> str:
 
 
 @contextmanager
-def showing(progress: Progress) -> Iterator[Progress]:
+def show_progress(progress: Progress) -> Iterator[Progress]:
     if not progress.console.is_terminal:
         yield progress
         return

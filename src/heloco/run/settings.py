@@ -60,12 +60,12 @@ def with_fields(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     for name in values:
         if name not in types:
             raise UserError(f"There is no setting {name!r}; {nearest(name, list(types))}")
-    converted = {name: convert(name, value, types[name]) for name, value in values.items()}
-    knobs = {name: value for name, value in converted.items() if name not in FIELDS}
+    settings = {name: convert(name, value, types[name]) for name, value in values.items()}
+    knobs = {name: value for name, value in settings.items() if name not in FIELDS}
     if knobs:
         config = replace(config, outer=replace(config.outer, knobs={**config.outer.knobs, **knobs}))
     for section in SECTIONS:
-        changes = {name: value for name, value in converted.items() if FIELDS.get(name) == section}
+        changes = {name: value for name, value in settings.items() if FIELDS.get(name) == section}
         if changes:
             config = replace(config, **{section: replace(getattr(config, section), **changes)})
     return config

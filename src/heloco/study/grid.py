@@ -112,12 +112,12 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
     """
     rounds, run = config.rounds, config.run
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
-    missing, arrivals = run.arrivals * rounds.inner_steps, 0
-    longest = -(-missing // min(steps))
+    steps_left, arrivals = run.arrivals * rounds.inner_steps, 0
+    longest = -(-steps_left // min(steps))
     barrier = get_method(config.outer.method).barrier
     events = planned_arrivals(config, longest)
-    while missing > 0:
-        missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
+    while steps_left > 0:
+        steps_left, arrivals = steps_left - next(events)[1].inner_steps, arrivals + 1
     if barrier:  # a round that not all have handed in would count for nothing
         arrivals = -(-arrivals // len(steps)) * len(steps)
     every = round(run.eval_every * arrivals / run.arrivals)

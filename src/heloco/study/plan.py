@@ -41,7 +41,7 @@ class Plan:
     def places_of(self, name: str) -> list[Place]:
         return [place for place, digest in zip(self.places, self.digests, strict=True) if digest == name]
 
-    def missing(self, store: RunStore) -> list[PlannedRun]:
+    def find_missing(self, store: RunStore) -> list[PlannedRun]:
         return [run for name, run in self.runs.items() if store.read(name) is None]
 
     def results(self, store: RunStore) -> Results:
@@ -155,6 +155,6 @@ def carry_out(
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
     """Makes the missing runs. They are given seed by seed: whoever stops early has whole tables of fewer seeds."""
-    missing = plan.missing(store)
-    if missing:
-        run_fleet(missing, _Keeper(plan, store, display or Silent()), device=device, is_stopping=is_stopping)
+    missing_runs = plan.find_missing(store)
+    if missing_runs:
+        run_fleet(missing_runs, _Keeper(plan, store, display or Silent()), device=device, is_stopping=is_stopping)

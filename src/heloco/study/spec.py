@@ -202,9 +202,9 @@ def _built(kind: Any, entries: Any, where: str) -> Any:
             if choices and item not in choices:
                 raise UserError(f"{where}: {key} cannot be {item!r}; {nearest(str(item), list(choices))}")
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    missing = [name for name in required if name not in entries]
-    if missing:
-        raise UserError(f"{where} has no {missing[0]}: give one.")
+    missing_entries = [name for name in required if name not in entries]
+    if missing_entries:
+        raise UserError(f"{where} has no {missing_entries[0]}: give one.")
     return kind(**entries)
 
 

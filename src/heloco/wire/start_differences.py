@@ -19,5 +19,5 @@ def encode_difference(format: Format, new: Tensor, base: Tensor) -> tuple[Tensor
 
 def add_difference(base: Tensor, difference: Tensor | CodedBlock) -> Tensor:
     """The block that the difference leads to, as a new tensor in the dtype of the base."""
-    moved = base.to(wide(base.dtype)) + decode_block(difference, base.device).to(wide(base.dtype))
-    return moved.to(base.dtype)
+    new_start = base.to(wide(base.dtype)) + decode_block(difference, base.device).to(wide(base.dtype))
+    return new_start.to(base.dtype)

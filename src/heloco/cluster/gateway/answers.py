@@ -38,7 +38,7 @@ def refusal(request: Request, error: Refused) -> Response:
     return reply(error.refusal, STATUS.get(error.code, 409), closing)
 
 
-def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
+def guard_handler(handler: Handler, rights: tuple[Right, ...]) -> Handler:
     """A handler for tokens with one of the rights, which turns every error into a refusal."""
 
     async def endpoint(request: Request) -> Any:

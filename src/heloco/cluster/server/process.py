@@ -178,9 +178,9 @@ class RunHost:
 
     def list_tokens(self) -> TokenList:
         """All tokens, without their secrets."""
-        tokens_shown = [machine.token for machine in self.status().machines]
+        machine_tokens = [machine.token for machine in self.status().machines]
         tokens = self.tokens.all() if self.tokens else []
-        return TokenList(tokens=tuple(token.info(tokens_shown.count(token.id)) for token in tokens))
+        return TokenList(tokens=tuple(token.info(machine_tokens.count(token.id)) for token in tokens))
 
     def new_token(self, right: Right, note: str) -> TokenInfo:
         tokens, gateway = self._tokens_and_gateway()

@@ -131,10 +131,10 @@ class RoundDispatcher:
             if key.version > at:
                 raise Refused(RefusalCode.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
             holds = "none" if machine.round is None else "round {1} of worker {0}, version {2}".format(*machine.round)
-            requested = f"round {key.round} of worker {key.worker}, version {key.version}"
+            round_name = f"round {key.round} of worker {key.worker}, version {key.version}"
             raise Refused(
                 RefusalCode.NOT_HELD,
-                f"{machine.name} does not hold {requested} (it holds {holds}): the round was given up or given to another "
+                f"{machine.name} does not hold {round_name} (it holds {holds}): the round was given up or given to another "
                 "machine. Take a fresh round.",
             )
         return machine
