@@ -50,7 +50,7 @@ class Keeper:
     def seconds_per_step(self) -> float:
         return median(self.rates) if self.rates else 1e-3
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         now = time.monotonic()
         if now - self.reported < REPORT_EVERY_S:
             return
@@ -61,19 +61,19 @@ class Keeper:
         forecast = f"{1e3 * rate:.3f} ms a step, {rate * (steps_total - steps_done):.0f} s left"
         print(f"{now - self.began:.0f} s: {steps_done / steps_total:.1%}, {forecast}", flush=True)
 
-    def finished(self, key: str, collected: Collector, reason: str = "") -> None:
+    def on_finish(self, key: str, collector: Collector, reason: str = "") -> None:
         run, place = self.runs[key]
-        record = make_record(run.config, run.task.digest, collected, reason)
+        record = make_record(run.config, run.task.digest, collector, reason)
         self.store.write(record)
         name = f"{place.row}  {place.config.rounds.assign}  {place.method}  seed {place.config.run.seed}"
         print(f"{time.monotonic() - self.began:.0f} s  {name}  {record.evals.loss[-1]}", flush=True)
 
-    def diverged(self, key: str, reason: str, collected: Collector) -> None:
-        self.finished(key, collected, reason or "for no stated reason")
+    def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
+        self.on_finish(key, collector, reason or "for no stated reason")
 
-    def unfinished(self, key: str, collected: Collector) -> None:
+    def keep_unfinished(self, key: str, collector: Collector) -> None:
         run, _ = self.runs[key]
-        record = make_record(run.config, run.task.digest, collected)
+        record = make_record(run.config, run.task.digest, collector)
         folder = self.store.folder.with_name(f"{self.store.folder.name}-unfinished")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{key}.json").write_text(json.dumps({**msgspec.to_builtins(record), "verdict": "unfinished"}))
@@ -111,7 +111,7 @@ def carry_out(runs: Sequence[PlannedRun], keeper: Keeper, device: torch.device, 
             fleet.run()
         except StopRequested:
             for member in fleet.running:
-                keeper.unfinished(member.planned.key, member.collected)
+                keeper.keep_unfinished(member.planned_run.key, member.collector)
             print(f"stopped: {len(fleet.running) + len(fleet.waiting)} runs are unfinished", flush=True)
             return False
     return True

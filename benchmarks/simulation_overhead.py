@@ -73,9 +73,9 @@ def main() -> None:
         run.folder.start_writing()
         while not run.simulation.finished:
             bare.seconds, began = 0.0, time.perf_counter()
-            while (arrived := run.simulation.advance()) is None:
+            while (outcome := run.simulation.advance()) is None:
                 run.simulation.give(run.inner.run([run.simulation.next_needed()])[0])
-            run.take_in(*arrived)
+            run.take_in(*outcome)
             rounds.append((time.perf_counter() - began - bare.seconds, bare.seconds))
         run.folder.close()
     rounds = rounds[1:]  # the first warms up

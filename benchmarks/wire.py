@@ -23,7 +23,7 @@ from torch import Tensor
 from heloco.disk import release_for
 from heloco.methods import METHODS
 from heloco.wire import blocks
-from heloco.wire.formats import FORMATS, Rounding, decoded, find_format, layout_of, name_parts, read_block
+from heloco.wire.formats import FORMATS, Rounding, decode_block, find_format, layout_of, name_parts, read_block
 from heloco.wire.layout import map_tensors, write
 
 NAMES = ("fp32", "bf16", "int8", "int4", "e3m0")
@@ -114,7 +114,7 @@ def main() -> int:
     rows = 4096 if chosen.device == "cpu" else 65536
     x = torch.randn(rows, 4096, generator=torch.Generator().manual_seed(1)).to(chosen.device)
     numbers: dict[str, Any] = {"device": chosen.device, "gb_per_s": measure_codes(x, chosen.repeats)}
-    assert torch.isfinite(decoded(find_format("int4").block(find_format("int4").encode(x), x.shape), x.device)).all()
+    assert torch.isfinite(decode_block(find_format("int4").block(find_format("int4").encode(x), x.shape), x.device)).all()
     torch.set_num_threads(threads)
     if chosen.device == "cpu":
         steps = measure_steps(chosen.parameters, chosen.repeats)

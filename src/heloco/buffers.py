@@ -56,5 +56,5 @@ def mix(ours: Tensor, theirs: Tensor, share: float) -> Tensor:
     theirs = theirs.to(ours.dtype)
     a, b = _wide(ours), _wide(theirs)
     distance = b - a  # without `lerp` and `alpha=`, which round differently from processor to processor
-    moved = (a + distance * share if share < 0.5 else b - distance * (1 - share)).to(ours.dtype)
-    return torch.where(theirs.isfinite(), torch.where(ours.isfinite(), moved, theirs), ours)
+    mixed_values = (a + distance * share if share < 0.5 else b - distance * (1 - share)).to(ours.dtype)
+    return torch.where(theirs.isfinite(), torch.where(ours.isfinite(), mixed_values, theirs), ours)

@@ -67,7 +67,7 @@ def _knob(name: str, hint: Any) -> Knob:
     return replace(knob, name=name, kind=kind)
 
 
-def filled(knobs: Knobs, values: Mapping[str, object]) -> dict[str, object]:
+def fill_knobs(knobs: Knobs, values: Mapping[str, object]) -> dict[str, object]:
     """A value for each knob: from `values`, or its default. Refuses names that are no knob, and values outside their range."""
     for name, value in values.items():
         if name not in knobs:
@@ -76,7 +76,7 @@ def filled(knobs: Knobs, values: Mapping[str, object]) -> dict[str, object]:
     return {name: values.get(name, knob.default) for name, knob in knobs.items()}
 
 
-def described(knobs: Knobs) -> str:
+def describe_knobs(knobs: Knobs) -> str:
     """Each knob with its default, its range and its meaning, two lines each."""
     lines = []
     for name, knob in knobs.items():

@@ -67,7 +67,7 @@ class Synchronizer:
         self.arrivals_of = [0] * self.workers
         self.steps_of = [0] * self.workers
         """Inner steps of each worker's accepted contributions."""
-        self.held: dict[int, RoundUnderWay] = {}
+        self.rounds_under_way: dict[int, RoundUnderWay] = {}
         """The round each worker holds, without its tensors."""
         self.reserved: dict[int, Reservation] = {}
         """The data of the next round of each worker that does not wait for its start."""
@@ -105,16 +105,16 @@ class Synchronizer:
 
     def dispatch(self, worker: int, *, with_start: bool = True) -> Round:
         """The worker's next round. With `with_start=False` it has no tensors; the engine gets them one by one from `start`."""
-        if worker in self.held:
+        if worker in self.rounds_under_way:
             raise ValueError(
-                f"worker {worker} already holds round {self.held[worker].index}: it must return or abandon it first."
+                f"worker {worker} already holds round {self.rounds_under_way[worker].index}: it must return or abandon it first."
             )
         if worker not in self.reserved:
             self.reserve(worker)
         data = self.reserved.pop(worker)
         where = data.shard, data.spans, data.inner_steps, data.shard_steps, data.progress
         terms = worker, self.rounds_of[worker], self.outer_step, *where
-        self.held[worker] = RoundUnderWay(*terms)
+        self.rounds_under_way[worker] = RoundUnderWay(*terms)
         if self.outer is None or not with_start:
             return Round(*terms)
         if self._start is None:  # one look-ahead model for all rounds of this version
@@ -125,7 +125,7 @@ class Synchronizer:
         """Hands out the data of the worker's next round before that is dispatched: the worker need not wait for its start."""
         if worker in self.reserved:
             raise ValueError(f"worker {worker} has the data of its next round already.")
-        index, steps = self.rounds_of[worker] + (worker in self.held), self.inner_steps[worker]
+        index, steps = self.rounds_of[worker] + (worker in self.rounds_under_way), self.inner_steps[worker]
         shard = self.choose_shard(worker, index, self.ledger.pages)
         shard_steps = self.ledger.pages[shard].steps
         spans = self.ledger.take(shard, steps * self.windows_per_step, steps)
@@ -149,8 +149,8 @@ class Synchronizer:
 
     def abandon(self, worker: int) -> None:
         """Gives up the worker's round. Its data goes back to the ledger."""
-        held = self.held.pop(worker)
-        self.ledger.give_back(held.shard, held.spans, held.inner_steps)
+        terms = self.rounds_under_way.pop(worker)
+        self.ledger.give_back(terms.shard, terms.spans, terms.inner_steps)
         self.rounds_of[worker] += 1
 
     # ---- receive
@@ -172,28 +172,28 @@ class Synchronizer:
         A refused contribution changes nothing but the books: its data goes back to the ledger. Raises ValueError if the worker
         does not hold this round."""
         worker = contribution.worker
-        held = self.held.get(worker)
-        if held is None or (held.index, held.version) != (contribution.index, contribution.version):
+        terms = self.rounds_under_way.get(worker)
+        if terms is None or (terms.index, terms.version) != (contribution.index, contribution.version):
             raise ValueError(
                 f"worker {worker} handed in round {contribution.index} of version {contribution.version}, "
-                f"but holds {'none' if held is None else f'round {held.index} of version {held.version}'}."
+                f"but holds {'none' if terms is None else f'round {terms.index} of version {terms.version}'}."
             )
-        staleness = self.outer_step - held.version
+        staleness = self.outer_step - terms.version
         weight = self.weight(self._arrival_counts(worker, staleness))
-        ruling = self._rule_on(contribution, held, weight)
+        ruling = self._rule_on(contribution, terms, weight)
         if ruling.verdict == "refused":
-            return self._refuse(held, staleness, ruling)
-        del self.held[worker]
+            return self._refuse(terms, staleness, ruling)
+        del self.rounds_under_way[worker]
         self.refused_in_a_row = 0
         self.rounds_of[worker] += 1
         self.arrivals_of[worker] += 1
         self.arrivals += 1
-        self.steps_of[worker] += held.inner_steps
+        self.steps_of[worker] += terms.inner_steps
         released = (worker,) if not self.barrier else self._open_barrier() if ruling.verdict == "applied" else ()
         stepped = self.outer is not None and ruling.verdict in ("applied", "zeroed")
         return Arrival(
-            ruling.verdict, self.arrivals, self.outer_step, worker, held.index, held.version, staleness, weight,
-            held.shard, held.spans, held.inner_steps, released, ruling.code, ruling.reason, ruling.clipped,
+            ruling.verdict, self.arrivals, self.outer_step, worker, terms.index, terms.version, staleness, weight,
+            terms.shard, terms.spans, terms.inner_steps, released, ruling.code, ruling.reason, ruling.clipped,
             self.outer.outcomes if stepped and self.outer else [], self.outer.movements if stepped and self.outer else [],
         )  # fmt: skip
 
@@ -202,78 +202,78 @@ class Synchronizer:
         next_steps = self.inner_steps[worker]  # as many as this round has
         return (self.steps_of[worker] + 2 * next_steps) / (self.steps_accepted + next_steps + sum(self.inner_steps))
 
-    def _refuse(self, held: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
-        self.abandon(held.worker)
+    def _refuse(self, terms: RoundUnderWay, staleness: int, ruling: Ruling) -> Arrival:
+        self.abandon(terms.worker)
         if ruling.code != "norm":  # refusals for size do not count towards the end of the run
             self.refused_in_a_row += 1
         return Arrival(
-            "refused", self.arrivals, self.outer_step, held.worker, held.index, held.version, staleness, 0.0,
-            held.shard, held.spans, held.inner_steps, (held.worker,), ruling.code, ruling.reason,
+            "refused", self.arrivals, self.outer_step, terms.worker, terms.index, terms.version, staleness, 0.0,
+            terms.shard, terms.spans, terms.inner_steps, (terms.worker,), ruling.code, ruling.reason,
         )  # fmt: skip
 
-    def _rule_on(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
+    def _rule_on(self, contribution: Contribution, terms: RoundUnderWay, weight: float) -> Ruling:
         """Applies a contribution, or refuses it if its shapes are wrong, it is not finite, or it is far larger than usual."""
         if self.outer is not None and (mismatch := self._mismatch(contribution)):
             return mismatch
         try:
             if self.barrier:
-                return self._gather(contribution, held, weight)
-            return self._apply(contribution, held, weight)
+                return self._gather(contribution, terms, weight)
+            return self._apply(contribution, terms, weight)
         except NotFinite:
             return Ruling("refused", "not-finite", NOT_FINITE)
         except TooLarge as error:
             return Ruling("refused", "norm", str(error))
 
-    def _apply(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
-        staleness = self.outer_step - held.version
+    def _apply(self, contribution: Contribution, terms: RoundUnderWay, weight: float) -> Ruling:
+        staleness = self.outer_step - terms.version
         decision = self.drop(staleness)
         stale = f"staleness {staleness} is above {self.drop.max_staleness}"
         if decision == "skip":
             return Ruling("skipped", "stale", stale)
         ruling = Ruling("applied") if decision == "apply" else Ruling("zeroed", "stale", stale)
         if self.outer is not None and decision == "apply":
-            ruling = self._guarded_step(contribution, held, weight)
+            ruling = self._guarded_step(contribution, terms, weight)
         elif self.outer is not None:
             self._step(contribution.pseudo_gradient, 0.0, release=contribution.release)
         self.outer_step += 1
         return ruling
 
-    def _guarded_step(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
+    def _guarded_step(self, contribution: Contribution, terms: RoundUnderWay, weight: float) -> Ruling:
         """One outer step with the contribution, scaled down by the norm guard if necessary."""
         judgements = Judgements()
 
         def scale(squares: Numbers) -> Sequence[float]:
             nonlocal judgements
-            judgements = self._judge(contribution, held, squares)
+            judgements = self._judge(contribution, terms, squares)
             return judgements.blocks.scales
 
         self._step(contribution.pseudo_gradient, weight, scale if self.guard.is_on else None, contribution.release)
         self._mix_buffers(judgements.buffers_of(contribution, self.buffers), 1 / self.workers)
         return judgements.ruling("applied")
 
-    def _judge(self, contribution: Contribution, held: RoundUnderWay, squares: Numbers) -> Judgements:
+    def _judge(self, contribution: Contribution, terms: RoundUnderWay, squares: Numbers) -> Judgements:
         """The guard's judgement of a contribution by its sums Δ·Δ. Raises `TooLarge` if it is refused."""
         assert self.outer is not None
-        participants = sum(worker in self.held or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
+        participants = sum(worker in self.rounds_under_way or rounds > 0 for worker, rounds in enumerate(self.rounds_of))
         judgements = Judgements(
             self.guard.judge(
-                self.norms, held.worker, squares.tolist(), inner_steps=held.inner_steps, participants=participants,
+                self.norms, terms.worker, squares.tolist(), inner_steps=terms.inner_steps, participants=participants,
                 model_norm=self.outer.norm,
             ),
-            self._judge_buffers(contribution, held, participants),
+            self._judge_buffers(contribution, terms, participants),
         )  # fmt: skip
         if judgements.is_outlier and self.guard.policy == "refuse":
             raise TooLarge(judgements.sentence)
         return judgements
 
-    def _judge_buffers(self, contribution: Contribution, held: RoundUnderWay, participants: int) -> Judgement:
+    def _judge_buffers(self, contribution: Contribution, terms: RoundUnderWay, participants: int) -> Judgement:
         """Before there is a history, a buffer may move by ten times its own size or 10, and a counter by ten times the round's
         steps."""
         if not self.buffers:
             return Judgement()
-        minimum = [1.0 if b.is_floating_point() or b.is_complex() else float(held.inner_steps) for b in self.buffers]
+        minimum = [1.0 if b.is_floating_point() or b.is_complex() else float(terms.inner_steps) for b in self.buffers]
         return self.guard.judge_buffers(
-            self._distances, held.worker, distances(self.buffers, contribution.buffers), participants=participants,
+            self._distances, terms.worker, distances(self.buffers, contribution.buffers), participants=participants,
             at_first=list(map(max, largest(self.buffers), minimum)),
         )  # fmt: skip
 
@@ -306,7 +306,7 @@ class Synchronizer:
 
     # ---- barrier (synchronous) mode
 
-    def _gather(self, contribution: Contribution, held: RoundUnderWay, weight: float) -> Ruling:
+    def _gather(self, contribution: Contribution, terms: RoundUnderWay, weight: float) -> Ruling:
         """Adds ρΔ to the sum. With the last worker's contribution, makes the outer step."""
         judgements = Judgements()
         if self.outer is not None:
@@ -314,7 +314,7 @@ class Synchronizer:
             if not can_be_added(squares, self.parameters, max(1.0, weight * self.workers)):
                 raise NotFinite(NOT_FINITE)
             if self.guard.is_on:
-                judgements = self._judge(contribution, held, squares)
+                judgements = self._judge(contribution, terms, squares)
         self._barrier.workers.append(contribution.worker)
         if self.outer is not None:
             weights = [weight * scale for scale in judgements.blocks.scales] or [weight] * len(self.parameters)
@@ -340,7 +340,7 @@ class Synchronizer:
             outer_step=self.outer_step, arrivals=self.arrivals, refused_in_a_row=self.refused_in_a_row,
             rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of), steps_of=list(self.steps_of),
             inner_steps=list(self.inner_steps), gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
-            held=list(self.held.values()), reserved=dict(self.reserved),
+            held=list(self.rounds_under_way.values()), reserved=dict(self.reserved),
             outer=[
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
             ],
@@ -366,7 +366,7 @@ class Synchronizer:
         self.steps_of, self.inner_steps = list(books.steps_of), list(books.inner_steps)
         self._barrier.workers = list(books.gathered_workers)
         self.ledger.load(books.ledger)
-        self.held = {held.worker: held for held in books.held}
+        self.rounds_under_way = {terms.worker: terms for terms in books.held}
         self.reserved = dict(books.reserved)
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from heloco.cli.addresses import local_run
-from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, StopRequested
+from heloco.cluster.client.run_client import MachineStopRequested, NotHeld, RunClient, RunEnded
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.protocol.messages import ContributionReport, Right
 from heloco.cluster.protocol.tokens import parse_token
@@ -188,7 +188,7 @@ class Contributor(threading.Thread):
         super().__init__(name=name, daemon=True)
         self._is_over = threading.Event()
         link = HttpsLink(serving.address, serving.token)
-        self._client = RunClient(link, name, patience_s=600.0, stopping=self._is_over.is_set, tell=self._note)
+        self._client = RunClient(link, name, patience_s=600.0, is_stopping=self._is_over.is_set, tell=self._note)
         self.notes: list[str] = []
         self.trouble = ""
         self.start()
@@ -204,7 +204,7 @@ class Contributor(threading.Thread):
             while (taken_round := self._client.take(self._is_over.is_set)) is not None:
                 with contextlib.suppress(NotHeld):
                     self._client.hand_in(taken_round.key, delta, REPORT)
-        except StopRequested:
+        except MachineStopRequested:
             pass
         except (RunEnded, RunStopped, UserError) as error:
             self.trouble = str(error)

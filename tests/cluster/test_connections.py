@@ -23,7 +23,7 @@ from heloco.cluster.gateway.admission import Places
 from heloco.cluster.gateway.calls import started_pool
 from heloco.cluster.gateway.connection import PIPELINED, Connection
 from heloco.cluster.gateway.credentials import Credentials
-from heloco.cluster.gateway.server import GatewayServer
+from heloco.cluster.gateway.https_server import GatewayServer
 from heloco.cluster.protocol.messages import Right, Ticket
 from heloco.cluster.server.process import RunHost
 from heloco.cluster.server.token_book import TokenBook

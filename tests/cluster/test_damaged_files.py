@@ -94,7 +94,7 @@ def test_what_can_be_made_again_is_made_again(stopped, tmp_path, damage):
     service = opened(folder, checkpoint_every=4, arrivals=100)
     assert service.state.run.digest() == digest
     assert lines(folder / "tape.jsonl") == lines(original / "tape.jsonl")
-    [(_, round_under_way)] = service.state.run.synchronizer.held.items()
+    [(_, round_under_way)] = service.state.run.synchronizer.rounds_under_way.items()
     assert service.state.starts.path(round_under_way.version).read_bytes() == start_file(original).read_bytes()
     assert Hand(service, "another").work(99).arrival == len(acks) + 1
     service.close()

@@ -9,7 +9,7 @@ import pytest
 
 from heloco.cluster.gateway.credentials import Credentials, self_signed
 from heloco.cluster.gateway.https_link import HttpsLink
-from heloco.cluster.gateway.server import GatewayServer
+from heloco.cluster.gateway.https_server import GatewayServer
 from heloco.cluster.server.open_run import new_run
 from heloco.errors import UserError
 from support.gateways import Served

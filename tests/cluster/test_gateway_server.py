@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from heloco.cluster.gateway import check_parts
-from heloco.cluster.gateway.server import GatewayServer
+from heloco.cluster.gateway.https_server import GatewayServer
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused

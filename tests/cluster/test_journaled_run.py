@@ -125,7 +125,7 @@ def test_every_window_is_used_once(tmp_path):
         spans = [span for line in tape(tmp_path / "run") if line["shard"] == shard for span in line["spans"]]
         spans += [
             span
-            for round_under_way in synchronizer.held.values()
+            for round_under_way in synchronizer.rounds_under_way.values()
             if round_under_way.shard == shard
             for span in round_under_way.spans
         ]
@@ -214,12 +214,12 @@ def test_runs_of_many_workers_are_taken_up_replayed_and_go_on(tmp_path):
         for seed, hand in enumerate(hands[:3]):
             hand.hand_in(delta(seed))
             service.housekeeping.save_if_due(wait=True)
-        digest, rounds = service.state.run.digest(), dict(service.state.run.synchronizer.held)
+        digest, rounds = service.state.run.digest(), dict(service.state.run.synchronizer.rounds_under_way)
         acks = {worker: list(acks) for worker, acks in service.state.run.acks.items()}
         service.close()
         service = opened(folder, paces=[1.0] * workers, checkpoint_every=2, arrivals=100)
         run = service.state.run
-        assert (run.digest(), run.synchronizer.held) == (digest, rounds)
+        assert (run.digest(), run.synchronizer.rounds_under_way) == (digest, rounds)
         assert {worker: list(worker_acks) for worker, worker_acks in run.acks.items()} == acks
         assert service.notices == []
         service.close()

@@ -52,7 +52,7 @@ def test_a_machine_is_left_out_by_its_name_and_a_wrong_name_is_refused(run):
 
 def check_goes_on(folder, arrivals):
     service = opened(folder, **OPTIONS)
-    assert service.state.run.synchronizer.arrivals == arrivals and not service.state.run.synchronizer.held
+    assert service.state.run.synchronizer.arrivals == arrivals and not service.state.run.synchronizer.rounds_under_way
     assert Hand(service, "new").work(1000).arrival == arrivals + 1
     digest = service.state.run.digest()
     service.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heloco.cli.mirror import FIXED, GROWING, Mirror
+from heloco.cli.mirror import FIXED, GROWING, FolderMirror
 from heloco.cli.serve import check_port, outward_address, own_names, reachable
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
@@ -108,7 +108,7 @@ def test_a_watcher_that_is_ended_leaves_no_copy_behind(going: Going, programs: P
 
 def test_what_is_watched_is_what_is_there(going: Going) -> None:
     run_folder = Path(going.status()["folder"])
-    mirror = Mirror(HttpsLink(going.address, going.viewer))
+    mirror = FolderMirror(HttpsLink(going.address, going.viewer))
     mirror.start()
     try:
         journal = segments(run_folder / FOLDER)[0][1].relative_to(run_folder)

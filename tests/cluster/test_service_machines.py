@@ -33,7 +33,7 @@ def test_a_machine_is_lost_by_its_own_measure_of_progress(tmp_path, clock):
         clock.now += 1.0
         service.housekeeping.tick()
     assert not list(service.state.roster)
-    assert not service.state.run.synchronizer.held
+    assert not service.state.run.synchronizer.rounds_under_way
 
 
 def test_the_shard_of_a_lost_machine_goes_to_another_with_an_exact_cursor(tmp_path, clock):

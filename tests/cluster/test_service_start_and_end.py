@@ -44,7 +44,7 @@ def test_a_stopped_run_is_saved_and_goes_on(tmp_path, clock):
     refuses(RefusalCode.ENDED, hand.hand_in, delta(2))
     service.close()
     service = opened(tmp_path / "run", clock)
-    assert service.state.run.digest() == digest and not service.state.run.synchronizer.held
+    assert service.state.run.digest() == digest and not service.state.run.synchronizer.rounds_under_way
 
 
 def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk, clock):

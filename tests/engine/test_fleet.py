@@ -49,20 +49,20 @@ class RecordingWatcher:
     lost: dict[str, str] = field(default_factory=dict)
     progress: list[tuple[int, int]] = field(default_factory=list)
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         self.progress.append((steps_done, steps_total))
 
-    def finished(self, key: str, collected: Collector) -> None:
-        self.collectors[key] = collected
+    def on_finish(self, key: str, collector: Collector) -> None:
+        self.collectors[key] = collector
 
-    def diverged(self, key: str, reason: str, collected: Collector) -> None:  # noqa: ARG002
+    def on_divergence(self, key: str, reason: str, collector: Collector) -> None:  # noqa: ARG002
         self.lost[key] = reason
 
 
 def alone(task: Task, settings: RunConfig) -> Collector:
-    collected = Collector()
-    LocalRun(task, settings, observers=[collected]).run()
-    return collected
+    collector = Collector()
+    LocalRun(task, settings, observers=[collector]).run()
+    return collector
 
 
 def assert_same(fleet: Collector, single: Collector) -> None:
@@ -173,7 +173,7 @@ def test_a_stop_keeps_what_was_finished() -> None:
     task = language()
     planned = [PlannedRun(f"run {i}", task, config(method="mla", arrivals=6)) for i in range(12)]
     with pytest.raises(StopRequested):
-        run_fleet(planned, watcher, device=CPU, stopping=lambda: len(watcher.collectors) >= 2)
+        run_fleet(planned, watcher, device=CPU, is_stopping=lambda: len(watcher.collectors) >= 2)
     assert 2 <= len(watcher.collectors) < 12
 
 
@@ -187,7 +187,7 @@ def test_runs_that_do_not_fit_the_memory_wait_their_turn(monkeypatch: pytest.Mon
         counts.append(len(fleet.running))
         return False
 
-    fleet = Fleet(planned, watcher, CPU, stopping=look)
+    fleet = Fleet(planned, watcher, CPU, is_stopping=look)
     fleet.run()
     assert list(watcher.collectors) == ["run 0", "run 1", "run 2"] and max(counts) == 1
     for each in planned:

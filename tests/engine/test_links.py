@@ -14,7 +14,7 @@ from heloco.policy import make_choice, make_weight
 from heloco.rounds import Contribution, Round
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.synchronizer import Synchronizer
-from heloco.wire.formats import decoded, find_format
+from heloco.wire.formats import decode_block, find_format
 from heloco.wire.link_options import LinkOptions
 from support.states import through_json
 
@@ -198,7 +198,7 @@ def test_contributions_and_starts_are_rounded_as_their_formats_say():
             truth = simulation.synchronizer.outer.lookahead() if under_way.version == simulation.synchronizer.outer_step else None
             if truth is not None:
                 for new, old, got in zip(truth, starts[worker], under_way.parameters, strict=True):
-                    difference = decoded(down.block(down.encode(new - old), new.shape), new.device)
+                    difference = decode_block(down.block(down.encode(new - old), new.shape), new.device)
                     assert torch.equal(got, old + difference)
         starts[worker] = under_way.parameters
         contribution = compute(under_way)
@@ -206,7 +206,7 @@ def test_contributions_and_starts_are_rounded_as_their_formats_say():
         for i, delta in enumerate(contribution.pseudo_gradient):
             is_coded = delta.dim() > 1
             total = residuals[worker][i] + delta if is_coded else delta
-            expected.append(decoded(up.block(up.encode(total), total.shape), total.device))
+            expected.append(decode_block(up.block(up.encode(total), total.shape), total.device))
             residuals[worker][i] = total - expected[-1] if is_coded else torch.zeros(delta.shape)
         simulation.give(contribution)
         arrived = simulation.advance()
@@ -256,4 +256,4 @@ def test_a_refused_contribution_leaves_no_residual():
             simulation.give(sent[under_way.worker])
     int4 = find_format("int4")
     for delta, got in zip(sent[bad.worker].pseudo_gradient, arrived[1].pseudo_gradient, strict=True):
-        assert torch.equal(got, decoded(int4.block(int4.encode(delta), delta.shape), delta.device))
+        assert torch.equal(got, decode_block(int4.block(int4.encode(delta), delta.shape), delta.device))

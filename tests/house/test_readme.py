@@ -14,7 +14,7 @@ from torch import nn
 import heloco as package
 from heloco.cli.flags import given_fields
 from heloco.cli.main import parser
-from heloco.cli.study import split_names
+from heloco.cli.study_command import split_names
 from heloco.engine.simulate import simulate
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import RECIPES

@@ -157,14 +157,14 @@ def _annotation(node: ast.arg | ast.FunctionDef) -> ast.expr | None:
 
 ANYTHING = re.compile(r"(dict|Mapping|MutableMapping)\[str, (Any|object)\]")
 BY_NAME = {
-    "heloco.knobs.filled": "knobs by name, those of a user's own rule too",
+    "heloco.knobs.fill_knobs": "knobs by name, those of a user's own rule too",
     "heloco.methods.Method": "the same",
     "heloco.methods.register_method": "the same",
     "heloco.run.settings.with_fields": "settings by name, as flags, TOML files and Python give them: this function checks them",
     "heloco.run.settings.setting_types": "the types of settings by name",
     "heloco.study.spec.Study": "settings by name, and the paper's numbers, before they are checked",
     "heloco.study.plan.make_plan": "settings by name",
-    "heloco.report.mirrors.mirroring": "a run's config, which TensorBoard and others only show",
+    "heloco.report.mirrors.open_mirrors": "a run's config, which TensorBoard and others only show",
     "heloco.task.datasets.DatasetTask": "datasets by name, of any kind",
 }
 """Where a mapping from names to anything crosses a border, and what it holds."""
@@ -174,7 +174,7 @@ def test_what_crosses_a_border_has_a_type_of_its_own():
     """No function or class that another room imports takes or gives a mapping from names to anything."""
     imported = {(PASSED_ON.get(name, name), room_of(path)) for path in MODULES for _, name in imports_of(path)}
     crossing = {name for name, room in imported if name in DEFINITIONS and room_of(DEFINITIONS[name][0]) != room}
-    assert len(crossing) > 300
+    assert len(crossing) > 250
     untyped = {name for name in crossing if any(ANYTHING.search(text) for text in annotations_of(DEFINITIONS[name][1]))}
     assert untyped - SIGNATURES_OF_OTHERS == BY_NAME.keys()
 
@@ -231,9 +231,10 @@ def test_a_link_loads_little_more_than_the_protocol(link, limit):
     assert len(loaded) <= limit, loaded
 
 
-def test_no_two_modules_share_a_name():
-    stems = [path.stem for path in MODULES if path.stem not in ("__init__", "__main__")]
-    assert not {stem for stem in stems if stems.count(stem) > 1}
+def test_no_two_modules_or_packages_share_a_name():
+    """`heloco` is the package and its main rule, `outer/heloco.py`."""
+    stems = [path.parent.name if path.stem == "__init__" else path.stem for path in MODULES if path.stem != "__main__"]
+    assert {stem for stem in stems if stems.count(stem) > 1} == {"heloco"}
 
 
 def test_the_packages_face_imports_nothing_when_it_is_loaded():

@@ -9,7 +9,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
-from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS, Muon, orthogonalised
+from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS, Muon, orthogonalise
 from heloco.inner.optimizers import hidden_matrices, make_optimizer
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.synchronizer import Round
@@ -81,8 +81,8 @@ def test_the_state_is_named_after_the_models_parameters():
 def test_many_matrices_are_orthogonalised_as_torch_does_each(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     alone = [_zeropower_via_newtonschulz(m, COEFFICIENTS, ITERATIONS, EPS) for m in matrices]
-    torch.testing.assert_close(orthogonalised(matrices), torch.stack(alone), rtol=0.02, atol=0.005)
-    assert not orthogonalised(torch.zeros(shape)).any()
+    torch.testing.assert_close(orthogonalise(matrices), torch.stack(alone), rtol=0.02, atol=0.005)
+    assert not orthogonalise(torch.zeros(shape)).any()
 
 
 @pytest.mark.parametrize("sides", [(16, 16), (16, 48), (64, 16), (32, 128)], ids=str)

@@ -44,9 +44,9 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
     mirror = Kept()
     mirroring = Mirroring(mirror)
     for line in tape(plain):
-        mirroring.arrived(msgspec.convert(line, ArrivalRecord))
+        mirroring.on_arrival(msgspec.convert(line, ArrivalRecord))
     for line in tape(plain, "evals.jsonl"):
-        mirroring.evaluated(msgspec.convert(line, EvaluationRecord))
+        mirroring.on_evaluation(msgspec.convert(line, EvaluationRecord))
     arrivals, evals = tape(plain), tape(plain, "evals.jsonl")
     assert [step for step, _ in mirror.lines] == [line["arrival"] for line in arrivals + evals]
     for (_, numbers), line in zip(mirror.lines, arrivals, strict=False):
@@ -62,10 +62,10 @@ def test_what_is_passed_on_is_what_the_tape_says(plain: Path) -> None:
 
 def test_refused_contributions_and_missing_losses_are_left_out(plain: Path) -> None:
     mirror = Kept()
-    Mirroring(mirror).arrived(msgspec.convert(tape(plain)[0] | {"verdict": "refused"}, ArrivalRecord))
+    Mirroring(mirror).on_arrival(msgspec.convert(tape(plain)[0] | {"verdict": "refused"}, ArrivalRecord))
     [first, *_] = tape(plain, "evals.jsonl")
     missing = first | {"arrival": 3, "time_s": 1.0, "mean": {"loss": None}, "scores": {"de": {"loss": None}}}
-    Mirroring(mirror).evaluated(msgspec.convert(missing, EvaluationRecord))
+    Mirroring(mirror).on_evaluation(msgspec.convert(missing, EvaluationRecord))
     assert mirror.lines == [(3, {"validation/virtual time in s": 1.0})]
 
 

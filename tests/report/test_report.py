@@ -76,9 +76,9 @@ def test_a_summary_can_be_added_to_line_by_line(unbroken):
     summarize(half, msgspec.convert(lines[:7], list[ArrivalRecord]), msgspec.convert(evals(folder)[:1], list[EvaluationRecord]))
     assert half.arrivals == 7
     for line in lines[7:]:
-        half.arrived(msgspec.convert(line, ArrivalRecord))
+        half.add_arrival(msgspec.convert(line, ArrivalRecord))
     for line in evals(folder)[1:]:
-        half.evaluated(msgspec.convert(line, EvaluationRecord))
+        half.add_evaluation(msgspec.convert(line, EvaluationRecord))
     assert half == summary_of(folder)
 
 

@@ -91,7 +91,7 @@ def test_a_refused_contribution_leaves_no_trace_in_parameters_momentum_or_barrie
     snapshots: list[tuple[str, dict[str, torch.Tensor]]] = []
 
     class Look(Collector):
-        def arrived(self, record: ArrivalRecord) -> None:
+        def on_arrival(self, record: ArrivalRecord) -> None:
             tensors = local.synchronizer.tensors()
             snapshots.append((record.verdict, {name: tensor.clone() for name, tensor in tensors.items()}))
 
@@ -118,12 +118,12 @@ def test_a_run_with_refusals_resumes_to_the_bit(tmp_path):
         def __init__(self, line: int) -> None:
             self.lines_to_go = line
 
-        def arrived(self, _: object) -> None:
+        def on_arrival(self, _: object) -> None:
             self.lines_to_go -= 1
             if not self.lines_to_go:
                 raise Crash
 
-        def evaluated(self, _: object) -> None:
+        def on_evaluation(self, _: object) -> None:
             pass
 
     for line in range(1, len(verdicts)):

@@ -20,7 +20,7 @@ from heloco.study.grid import digest, grid, once_for_all_paces, row_time, settin
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
 from heloco.study.results import PlacedRun
-from heloco.study.spec import SCALES, Part, Study, load_study, names
+from heloco.study.spec import SCALES, GridPart, Study, load_study, names
 from heloco.synchronizer import Contribution, Synchronizer
 from support.repository import REPOSITORY
 
@@ -371,8 +371,8 @@ def test_runs_with_equal_data_model_and_seed_share_one_task():
 @pytest.mark.parametrize("method", ["heloco-adaptive", "sync-nesterov"])
 def test_dylu_can_go_on_until_the_steps_are_equal(paces, method):
     settings = {"paces": paces, "inner_steps": 80, "arrivals": 300, "eval_every": 20}
-    part = Part("a", {"method": method, "steps": "dylu", "equal_steps": True}, {}, ())
-    study = Study("s", "", "", settings, {}, {"r": Part("r", {}, {}, ())}, {"a": part}, {}, [], [])
+    part = GridPart("a", {"method": method, "steps": "dylu", "equal_steps": True}, {}, ())
+    study = Study("s", "", "", settings, {}, {"r": GridPart("r", {}, {}, ())}, {"a": part}, {}, [], [])
     [place] = grid(study, scale="paper", seeds=1)
     config = place.config
     assert 24_000 <= total_steps(config) < 24_000 + 5 * 80

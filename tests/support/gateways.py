@@ -10,7 +10,7 @@ from torch import Tensor
 
 from heloco.cluster.client.worker import Worker
 from heloco.cluster.gateway.https_link import HttpsLink
-from heloco.cluster.gateway.server import GatewayServer
+from heloco.cluster.gateway.https_server import GatewayServer
 from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, Right, RoundKey, Ticket
 from heloco.cluster.server.process import ListenConfig, RunHost

@@ -137,7 +137,7 @@ class Nursery:
 
 IMPORTED = (
     "heloco.cli.page", "heloco.cli.serve_view", "heloco.cli.warm_serve", "heloco.cluster.client.worker",
-    "heloco.cluster.gateway.https_link", "heloco.cluster.gateway.server", "heloco.cluster.server.open_run",
+    "heloco.cluster.gateway.https_link", "heloco.cluster.gateway.https_server", "heloco.cluster.server.open_run",
     "heloco.cluster.server.process", "heloco.engine.build", "heloco.report.live",
 )  # fmt: skip
 """What `heloco serve` and `heloco join` import late."""

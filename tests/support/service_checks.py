@@ -17,4 +17,4 @@ def refuses(code, ask, *arguments, **options):
 
 def state(service):
     run = service.state.run
-    return run.digest(), run.synchronizer.arrivals, dict(run.synchronizer.held), len(tape(service.state.folder))
+    return run.digest(), run.synchronizer.arrivals, dict(run.synchronizer.rounds_under_way), len(tape(service.state.folder))

@@ -97,7 +97,7 @@ def snapshot(synchronizer: Synchronizer) -> Snapshot:
 
 def arrive(synchronizer: Synchronizer, worker: int, deltas: list[Tensor]) -> Arrival:
     for each in range(WORKERS):
-        if each not in synchronizer.held and each not in synchronizer.waiting:
+        if each not in synchronizer.rounds_under_way and each not in synchronizer.waiting:
             synchronizer.dispatch(each)
-    round_under_way = synchronizer.held[worker]
+    round_under_way = synchronizer.rounds_under_way[worker]
     return synchronizer.receive(Contribution(worker, round_under_way.index, round_under_way.version, deltas))

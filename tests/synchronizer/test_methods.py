@@ -88,7 +88,7 @@ def trajectory(method: str, **knobs: Any) -> list[Tensor]:
     for worker in range(WORKERS):
         synchronizer.dispatch(worker)
     for worker in (0, 0, 1, 0, 2, 1, 0, 0, 1, 2):
-        current_round = synchronizer.held[worker]
+        current_round = synchronizer.rounds_under_way[worker]
         synchronizer.receive(Contribution(worker, current_round.index, current_round.version, random_deltas(draw)))
         tensors += [p.clone() for p in (*synchronizer.dispatch(worker).parameters, *synchronizer.parameters)]
     return tensors

@@ -61,7 +61,7 @@ def test_an_outlier_counts_as_much_as_the_limit_allows(method):
 def clipped_scales(synchronizer: Synchronizer, deltas: list[Tensor], method: str) -> list[float]:
     """What the guard says to an outlier behind the same history."""
     twin, _ = after(method, CLIP, [])
-    current_round = twin.dispatch(0) if 0 not in twin.held else twin.held[0]
+    current_round = twin.dispatch(0) if 0 not in twin.rounds_under_way else twin.rounds_under_way[0]
     squares = [float((delta * delta).sum()) for delta in deltas]
     judgement = twin.guard.judge(
         twin.norms, 0, squares, inner_steps=current_round.inner_steps, participants=WORKERS, model_norm=lambda: math.nan
@@ -76,7 +76,7 @@ def test_the_buffers_of_an_outlier_are_not_taken(method):
 
     def hand_in(worker: int, times: float, buffer: float) -> Arrival:
         synchronizer.dispatch(worker)
-        current_round = synchronizer.held[worker]
+        current_round = synchronizer.rounds_under_way[worker]
         buffers = [torch.full((2,), buffer, dtype=torch.float64)]
         return synchronizer.receive(
             Contribution(worker, current_round.index, current_round.version, drawn(worker, times), buffers)
@@ -95,7 +95,7 @@ def test_the_buffers_of_an_outlier_are_not_taken(method):
 def test_a_refused_outlier_changes_nothing_but_what_is_usual(method):
     synchronizer, _ = after(method, REFUSE, [])
     for worker in range(WORKERS):
-        if worker not in synchronizer.held and worker not in synchronizer.waiting:
+        if worker not in synchronizer.rounds_under_way and worker not in synchronizer.waiting:
             synchronizer.dispatch(worker)
     before = snapshot(synchronizer)
     arrival = arrive(synchronizer, 0, drawn(50, times=1e9))

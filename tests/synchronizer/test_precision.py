@@ -91,7 +91,7 @@ def test_workers_start_from_roundings_and_may_hand_in_in_half_precision(method, 
     ours, theirs = build(method, parameters=[p.clone() for p in start]), build(method, parameters=[p.float() for p in start])
     for number in range(12):
         deltas = [(1e-3 * torch.randn(shape, generator=draw)).to(dtype) for shape in SHAPES]
-        rounds = [ours.dispatch(number % 3), theirs.dispatch(number % 3)] if number % 3 not in ours.held else None
+        rounds = [ours.dispatch(number % 3), theirs.dispatch(number % 3)] if number % 3 not in ours.rounds_under_way else None
         if rounds:
             for p, twin in zip(rounds[0].parameters, rounds[1].parameters, strict=True):
                 assert p.dtype is dtype and torch.equal(p, twin.to(dtype))
@@ -136,10 +136,10 @@ class StopAt:
     run: LocalRun
     arrivals: int
 
-    def arrived(self, _: ArrivalRecord) -> None:
+    def on_arrival(self, _: ArrivalRecord) -> None:
         self.run.stop_requested = self.run.synchronizer.arrivals == self.arrivals
 
-    def evaluated(self, _: EvaluationRecord) -> None:
+    def on_evaluation(self, _: EvaluationRecord) -> None:
         pass
 
 

@@ -44,10 +44,10 @@ def test_a_bad_contribution_is_refused_by_name_and_changes_nothing(method, fault
     synchronizer = build(method, buffers=[b.clone() for b in BUFFERS])
     while synchronizer.outer_step < 2:  # some momentum first
         for worker in range(WORKERS):
-            if worker not in synchronizer.held:
+            if worker not in synchronizer.rounds_under_way:
                 synchronizer.dispatch(worker)
         for worker in range(WORKERS):
-            current_round = synchronizer.held[worker]
+            current_round = synchronizer.rounds_under_way[worker]
             buffers = [b + 1 for b in BUFFERS]
             synchronizer.receive(Contribution(worker, current_round.index, current_round.version, random_deltas(draw), buffers))
     rounds = {worker: synchronizer.dispatch(worker) for worker in range(WORKERS)}

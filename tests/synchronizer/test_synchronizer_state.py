@@ -24,12 +24,12 @@ def drive(synchronizer: Synchronizer, draw: torch.Generator, arrivals: int) -> l
     while len(history) < arrivals:
         n = synchronizer.arrivals + sum(synchronizer.rounds_of)
         for worker in range(WORKERS):
-            if worker not in synchronizer.held and worker not in synchronizer.waiting:
+            if worker not in synchronizer.rounds_under_way and worker not in synchronizer.waiting:
                 synchronizer.inner_steps[worker] = 1 + (n + worker) % 3  # as on real machines under DyLU
                 synchronizer.dispatch(worker)
-        ready = sorted(synchronizer.held)
+        ready = sorted(synchronizer.rounds_under_way)
         worker = ready[(n * n) % len(ready)]
-        current_round = synchronizer.held[worker]
+        current_round = synchronizer.rounds_under_way[worker]
         deltas = random_deltas(draw)
         if n % 11 == 10:
             deltas[0][0] = torch.nan
@@ -118,5 +118,5 @@ def test_memory_is_a_multiple_of_the_model_whatever_the_number_of_workers(method
         arrival = synchronizer.receive(Contribution(worker, index, version, [torch.ones(size)]))
         for released in arrival.released:
             under_way[released] = round_of(released)
-    assert len(synchronizer.held) == (workers if method != "sync-nesterov" else workers - workers // 2)
+    assert len(synchronizer.rounds_under_way) == (workers if method != "sync-nesterov" else workers - workers // 2)
     assert held_bytes(synchronizer) == copies * size * 4

@@ -11,7 +11,7 @@ from heloco.outer.kernels import native
 from heloco.outer.kernels.windows import dense
 from heloco.wire import blocks
 from heloco.wire.encoder import NO_ROUND, ContributionEncoder, check_scales
-from heloco.wire.formats import FORMATS, FULL, decoded, find_format, layout_of, name_parts, read_block
+from heloco.wire.formats import FORMATS, FULL, decode_block, find_format, layout_of, name_parts, read_block
 from heloco.wire.fragments import fragments_of, share_after_fragments
 from heloco.wire.layout import pieces, view
 from heloco.wire.link_options import LinkOptions
@@ -47,7 +47,7 @@ def encoded(format, tensors):
 def test_a_block_comes_back_as_the_format_rounds_it(name, dtype):
     format, tensors = find_format(name), random_blocks(dtype=dtype)
     for block, arrived in zip(tensors, through_a_file(format, encoded(format, tensors), tensors), strict=True):
-        expected = decoded(format.block(format.encode(block), block.shape), block.device)
+        expected = decode_block(format.block(format.encode(block), block.shape), block.device)
         assert arrived.shape == block.shape and torch.equal(dense(arrived), expected)
         if name == "fp32" or block.dim() < 2 or block.shape == (5, 4):  # as they are, at least in float32
             expected = block.to(torch.bfloat16 if name == "bf16" else torch.promote_types(dtype, torch.float32))

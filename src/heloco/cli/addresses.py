@@ -84,8 +84,6 @@ def ask_once(ask: Callable[[], T]) -> T:
         return ask()
     except LinkDown as error:
         raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
-    except Refused as refused:
-        remedy = (
-            " `heloco tokens RUN`, where the run is served, lists and makes them." if refused.code is RefusalCode.RIGHT else ""
-        )
-        raise UserError(f"{refused.text}{remedy}") from refused
+    except Refused as error:
+        remedy = " `heloco tokens RUN`, where the run is served, lists and makes them." if error.code is RefusalCode.RIGHT else ""
+        raise UserError(f"{error.text}{remedy}") from error

@@ -73,7 +73,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
         threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
-    from heloco.cli.main import preparing
+    from heloco.cli.main import show_preparation
     from heloco.cluster.client.worker import Worker, task_of
     from heloco.cluster.protocol.refusals import Refused
 
@@ -87,7 +87,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
         raise UserError(f"The run has ended: {info.ended.text}")
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    with preparing() as progress:
+    with show_preparation() as progress:
         task, config = task_of(
             info, data=parsed.data, tokenizer=parsed.tokenizer, hf=parsed.hf, device=parsed.device, progress=progress
         )
@@ -101,8 +101,8 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         print(worker.run(link, parsed.name, info.run, patience_s=patience_s, evaluates=parsed.evaluate), flush=True)
-    except Refused as refused:
-        raise UserError(refused.text) from refused
+    except Refused as error:
+        raise UserError(error.text) from error
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)

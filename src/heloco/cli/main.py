@@ -18,9 +18,9 @@ from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
 from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
 from heloco.cli.plan_command import add_plan_flags, plan
-from heloco.cli.report import add_compare_flags, add_report_flags, compare, report
+from heloco.cli.report_command import add_compare_flags, add_report_flags, compare, report
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
-from heloco.cli.study import add_study_flags, study
+from heloco.cli.study_command import add_study_flags, study
 from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
 
@@ -154,15 +154,15 @@ def train(parsed: argparse.Namespace) -> int:
 
     logs = logs_of(parsed)
     flags = given_fields(parsed)
-    chosen = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
+    settings = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
     is_real = parsed.engine == "ray"
-    values = with_recipe(parsed.recipe, chosen, is_real=is_real)
+    values = with_recipe(parsed.recipe, settings, is_real=is_real)
     config = resolve(with_fields(RunConfig(), with_seats(values, 0) if is_real else values))
     if parsed.out:
         RunFolder.check_free(parsed.out)
     if is_real:
         return train_on_ray(config, parsed.out or make_next(Path("runs"), config.outer.method), logs)
-    with preparing() as progress:
+    with show_preparation() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
     facts = describe(task, config, local.model)  # before a folder is claimed
@@ -221,7 +221,7 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
             raise UserError("The run's images are drawn by code: leave --data out.")
         chosen_languages = config.input.languages if languages is None else languages
         config = replace(config, input=replace(config.input, data=data, languages=chosen_languages))
-    with preparing() as progress:
+    with show_preparation() as progress:
         return build_task(config, progress)[0]
 
 
@@ -230,30 +230,30 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
     from rich.console import Console
 
     from heloco.engine.local import StopRequested
-    from heloco.report.mirrors import mirroring
+    from heloco.report.mirrors import open_mirrors
     from heloco.report.summary import read_summary
-    from heloco.report.terminal import Progress, showing, tables
+    from heloco.report.terminal import Progress, show_progress, tables
     from heloco.run.config import by_section
 
     console = Console()
     facts = folder.facts()
     summary = read_summary(folder.path, facts)
-    caught: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+        signals.append(number)
         local.stop_requested = True
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with mirroring(logs, folder.path, by_section(local.config)) as mirrors:
+        with open_mirrors(logs, folder.path, by_section(local.config)) as mirrors:
             local.observers += mirrors
-            with showing(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
+            with show_progress(Progress(summary, facts, local.config.run.arrivals, console)) as progress:
                 local.observers.append(progress)
                 local.run()
     except StopRequested:
         print(f"Stopped at arrival {local.synchronizer.arrivals}, checkpointed. `heloco resume {folder.path}` goes on.")
-        return 128 + caught[0]
+        return 128 + signals[0]
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -264,7 +264,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
     return 0
 
 
-def preparing() -> Any:
+def show_preparation() -> Any:
     from heloco.corpus import rich_progress
 
     return rich_progress()
@@ -332,8 +332,8 @@ def schedule(parsed: argparse.Namespace) -> int:
     from heloco.run.settings import with_recipe
 
     names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace")
-    chosen: Settings = {name: value for name in names if (value := getattr(parsed, name)) is not None}
-    config = resolve(with_fields(RunConfig(), with_recipe(parsed.recipe, chosen)))
+    settings: Settings = {name: value for name in names if (value := getattr(parsed, name)) is not None}
+    config = resolve(with_fields(RunConfig(), with_recipe(parsed.recipe, settings)))
     rounds = config.rounds
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
     events = planned_arrivals(config)
@@ -362,7 +362,7 @@ def methods(parsed: argparse.Namespace) -> int:
 
     for problem in (problem for registry in NAMED.values() for problem in registry.problems()):
         print(f"heloco: {problem}", file=sys.stderr)
-    described: list[dict[str, Any]] = [
+    descriptions: list[dict[str, Any]] = [
         {
             "name": m.name, "about": m.about, "equation": m.equation, "rule": m.rule.__name__,
             "weight": m.weight, "flexible_weight": m.weight_for("flexible"), "barrier": m.barrier, "knobs": m.knobs(),
@@ -370,9 +370,9 @@ def methods(parsed: argparse.Namespace) -> int:
         for m in METHODS.values()
     ]  # fmt: skip
     if parsed.json:
-        print(json.dumps(described, indent=1, ensure_ascii=False))
+        print(json.dumps(descriptions, indent=1, ensure_ascii=False))
         return 0
-    for method in described:
+    for method in descriptions:
         knobs = ", ".join(f"{name}={value}" for name, value in method["knobs"].items() if value is not None)
         print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
         weights = dict.fromkeys((method["weight"], method["flexible_weight"]))

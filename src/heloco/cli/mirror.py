@@ -25,7 +25,7 @@ LOST_S = 60.0
 """After this many seconds out of reach, a run counts as gone. A crash and a restart take less."""
 
 
-class Mirror:
+class FolderMirror:
     """Keeps `folder` up to date with the run's folder, and retries when the run cannot be reached."""
 
     def __init__(self, link: "AdminLink") -> None:
@@ -54,15 +54,15 @@ class Mirror:
         try:
             info = self.link.describe()
             self.folder = self.folder.rename(self.folder.with_name(f"run-{info.run[:8]}"))
-            missing = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
+            reason = "No machine has brought its model yet" if info.external else "Nothing has been evaluated yet"
             while not self.has(FIXED if info.external else (*FIXED, EVALS)):
                 if time.monotonic() - began > WAIT_S:
-                    raise UserError(f"{missing} at {self.link.address}: try again later.")
+                    raise UserError(f"{reason} at {self.link.address}: try again later.")
                 time.sleep(REFRESH_EVERY_S)
         except LinkDown as error:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
-        except Refused as refused:
-            raise UserError(refused.text) from refused
+        except Refused as error:
+            raise UserError(error.text) from error
         self._reached_s = time.monotonic()
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()

@@ -6,9 +6,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from heloco.cli.flags import Parser
+from heloco.errors import UserError
 
 if TYPE_CHECKING:
-    from heloco.engine.site_plan import Plan, Rehearsal
+    from heloco.engine.site_plan import Rehearsal, SitePlan
 
 
 def add_plan_flags(parser: Parser) -> None:
@@ -28,19 +29,19 @@ def add_plan_flags(parser: Parser) -> None:
 
 
 def plan(parsed: argparse.Namespace) -> int:
-    from heloco.engine.site_plan import Site, make_plan, parse_count, parse_link, rehearse
+    from heloco.engine.site_plan import Site, plan_site, rehearse
     from heloco.run.values import convert
     from heloco.wire.formats import FormatName
 
     paces = convert("step", parsed.step, list[float])
     up, down, latency_s = parse_link(parsed.link)
     site = Site(
-        parameters=parse_count(parsed.params), workers=convert("workers", parsed.workers, int), step_s=min(paces, default=0.0),
-        up_mbit_s=up, down_mbit_s=down, latency_s=latency_s,
+        parameters=parse_parameter_count(parsed.params), workers=convert("workers", parsed.workers, int),
+        step_s=min(paces, default=0.0), up_mbit_s=up, down_mbit_s=down, latency_s=latency_s,
     )  # fmt: skip
     steps = None if parsed.inner_steps is None else convert("inner_steps", parsed.inner_steps, int)
     wire = None if parsed.wire is None else convert("wire", parsed.wire, FormatName)
-    site_plan = make_plan(site, inner_steps=steps, wire=wire, overlap=convert("overlap", parsed.overlap, bool))
+    site_plan = plan_site(site, inner_steps=steps, wire=wire, overlap=convert("overlap", parsed.overlap, bool))
     rehearsal = rehearse(site_plan, paces) if parsed.simulate else None
     if parsed.json:
         print(json.dumps(as_numbers(site_plan) | ({"simulated": asdict(rehearsal)} if rehearsal else {})))
@@ -49,7 +50,7 @@ def plan(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def as_numbers(plan: "Plan") -> dict[str, object]:
+def as_numbers(plan: "SitePlan") -> dict[str, object]:
     """The plan for programs."""
     names = (
         "inner_steps", "wire", "overlap", "upload_s", "download_s", "taking_in_s", "round_s", "utilisation", "delay_steps",
@@ -58,7 +59,7 @@ def as_numbers(plan: "Plan") -> dict[str, object]:
     return {name: getattr(plan, name) for name in names} | {"warnings": list(plan.warnings)}
 
 
-def as_lines(plan: "Plan", rehearsal: "Rehearsal | None") -> list[str]:
+def as_lines(plan: "SitePlan", rehearsal: "Rehearsal | None") -> list[str]:
     """The plan for people."""
     flags = f"--inner-steps {plan.inner_steps} --wire {plan.wire}{' --overlap' if plan.overlap else ''}"
     delay = f", its start merged {plan.delay_steps:.1f} steps into the next" if plan.overlap else ""
@@ -82,3 +83,25 @@ def as_lines(plan: "Plan", rehearsal: "Rehearsal | None") -> list[str]:
                  f"and at most {rehearsal.most_stale}"),
         ]  # fmt: skip
     return [f"{name:<13} {text}" for name, text in rows] + [f"{'note':<13} {warning}" for warning in plan.warnings]
+
+
+def parse_parameter_count(text: str) -> int:
+    """A number of parameters: 14468608, 124M, 1.3B."""
+    factors = {"K": 1e3, "M": 1e6, "B": 1e9}
+    number, factor = (text[:-1], factors[text[-1].upper()]) if text and text[-1].upper() in factors else (text, 1.0)
+    try:
+        return round(float(number) * factor)
+    except (ValueError, OverflowError):
+        raise UserError(f"params cannot be {text!r}: give a number such as 124M or 1.3B.") from None
+
+
+def parse_link(text: str) -> tuple[float, float, float]:
+    """Megabits per second up and down, and seconds of latency, from 100mbit,80ms or 50/200mbit,0.1s."""
+    try:
+        speed, _, latency = text.lower().replace(" ", "").partition(",")
+        up, _, down = speed.removesuffix("mbit").removesuffix("gbit").partition("/")
+        factor = 1000.0 if speed.endswith("gbit") else 1.0
+        seconds = float(latency.removesuffix("ms")) / 1000 if latency.endswith("ms") else float(latency.removesuffix("s") or 0)
+        return float(up) * factor, float(down or up) * factor, seconds
+    except ValueError:
+        raise UserError(f"link cannot be {text!r}: give speed and latency such as 100mbit,80ms or 50/200mbit,100ms.") from None

@@ -49,9 +49,9 @@ def serve(parsed: argparse.Namespace) -> int:
     from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
 
-    local = parse_count(parsed.workers, "workers")
+    local = parse_whole_number(parsed.workers, "workers")
     previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
-    port = parse_count(parsed.port, "port") if parsed.port else previous.port
+    port = parse_whole_number(parsed.port, "port") if parsed.port else previous.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
     host = parsed.host or previous.host
@@ -79,15 +79,15 @@ def own_names(host: str) -> tuple[str, ...]:
 
 
 def outward_address() -> str:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        asking.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
-        return str(asking.getsockname()[0])
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
+        return str(probe.getsockname()[0])
     return "localhost"
 
 
 def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
     """Raises UserError before a run is begun that could not be served. A port that is taken may become free within `wait_s`."""
-    from heloco.cluster.gateway.server import listen
+    from heloco.cluster.gateway.https_server import listen
 
     until = time.monotonic() + wait_s
     while True:
@@ -99,7 +99,7 @@ def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
             time.sleep(0.1)
 
 
-def parse_count(text: str, name: str) -> int:
+def parse_whole_number(text: str, name: str) -> int:
     if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
@@ -130,7 +130,7 @@ def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | Non
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
         return ServeSpec(str(parsed.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
     values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = parse_count(parsed.seats, "seats") if parsed.seats else 0
+    seats = parse_whole_number(parsed.seats, "seats") if parsed.seats else 0
     values = with_recipe("best", values, is_real=True)
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
@@ -197,18 +197,18 @@ class HereEngine:
     """The service in this process, and its local workers in their own processes, connected through the gateway."""
 
     def __init__(self, spec: "ServeSpec", local: int, child: ServingChild | None = None) -> None:
-        from heloco.cli.main import preparing
+        from heloco.cli.main import show_preparation
         from heloco.cluster.server.process import LocalWorkers, RunHost
 
-        with preparing() as progress:
+        with show_preparation() as progress:
             self.host = RunHost.open(spec, progress)
         self.address, self.notices = self.host.address, self.host.service.notices
-        reached = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+        local_address = self.address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
         self.workers: LocalWorkers | None = None
         self._is_child = child is not None
         if local:
             lifeline = child.lifeline if child else None
-            self.workers = LocalWorkers(local, reached, self.token("worker"), Path(spec.folder), lifeline=lifeline)
+            self.workers = LocalWorkers(local, local_address, self.token("worker"), Path(spec.folder), lifeline=lifeline)
 
     def token(self, right: "Right") -> str:
         return self.host.token(right)
@@ -249,10 +249,10 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
     that `heloco serve` restarts."""
     from heloco.cli.serve_view import follow
 
-    caught: list[int] = []
+    signals: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
-        caught.append(number)
+        signals.append(number)
 
     engine = engine_for(spec, local, ray, child)  # until it is open, Ctrl-C ends the process at once
     old_handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -267,15 +267,15 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
             print(f"The run goes on after arrival {state.arrivals}.", flush=True)
         else:
             announce(engine, spec, ray)
-        end = follow(engine, Path(spec.folder), lambda: bool(caught))
-        if caught:
-            engine.stop(f"stopped by {signal.Signals(caught[0]).name}")
-        if caught or (end is not None and end.kind == "stopped"):
+        end = follow(engine, Path(spec.folder), lambda: bool(signals))
+        if signals:
+            engine.stop(f"stopped by {signal.Signals(signals[0]).name}")
+        if signals or (end is not None and end.kind == "stopped"):
             print(how_to_go_on(spec), flush=True)
         if end is None or end.kind != "failed":
             let_all_hear_of_it(engine)
-        if caught or end is None:
-            return 128 + caught[0]
+        if signals or end is None:
+            return 128 + signals[0]
     finally:
         engine.close()
         for number, handler in old_handlers.items():

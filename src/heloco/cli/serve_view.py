@@ -33,20 +33,20 @@ LOOK_EVERY_S = 0.25
 TAIL_BYTES = 1 << 18
 
 
-def follow(engine: "Engine", folder: Path, stopping: Callable[[], bool]) -> Ended | None:
-    """Shows the run until it has ended, and returns why. None if `stopping` becomes true first."""
+def follow(engine: "Engine", folder: Path, is_stopping: Callable[[], bool]) -> Ended | None:
+    """Shows the run until it has ended, and returns why. None if `is_stopping` becomes true first."""
     console = Console()
     view = RunView(folder, console)
     if not console.is_terminal:
-        return _look_on(engine, view, stopping, view.tell)
+        return _look_on(engine, view, is_stopping, view.tell)
     with Live(console=console, refresh_per_second=4) as live:
-        end = _look_on(engine, view, stopping, lambda status: live.update(view.panel(status)))
+        end = _look_on(engine, view, is_stopping, lambda status: live.update(view.panel(status)))
     for table in final_tables(folder):
         console.print(table)
     return end
 
 
-def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
+def _look_on(engine: "Engine", view: "RunView", is_stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
     trouble = ""
     while True:
         status = engine.status()
@@ -62,7 +62,7 @@ def _look_on(engine: "Engine", view: "RunView", stopping: Callable[[], bool], sh
             return status.ended
         if status.ended is None and not status.machines and (reason := engine.trouble()) is not None:
             engine.stop(f"its local workers could not start: {reason}")
-        if stopping():
+        if is_stopping():
             return None
         time.sleep(LOOK_EVERY_S)
 
@@ -213,11 +213,12 @@ def machines_table(status: Status) -> RenderableType:
 
 
 def _machine_cells(machine: MachineStatus, *, is_unique: bool) -> list[str]:
-    held, seat = machine.round, machine.seat
+    current_round, seat = machine.round, machine.seat
     return [
         machine.name if is_unique else machine.machine,
-        ("spare" if seat is None else str(seat)) + (f", now {held.worker}" if held and held.worker != seat else ""),
-        "not back yet" if machine.is_away else f"step {machine.steps}" if held else "waits",
+        ("spare" if seat is None else str(seat))
+        + (f", now {current_round.worker}" if current_round and current_round.worker != seat else ""),
+        "not back yet" if machine.is_away else f"step {machine.steps}" if current_round else "waits",
         _figure(machine.pace_s, " s"),
         str(machine.arrivals),
         "–" if machine.share is None else f"{machine.share:.0%}",

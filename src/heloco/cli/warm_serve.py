@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from heloco.cluster.server.process import ServeSpec
 
 SERVING_MODULES = (
-    "heloco.cluster.server.process", "heloco.task.language", "heloco.task.hf", "heloco.cluster.gateway.server",
+    "heloco.cluster.server.process", "heloco.task.language", "heloco.task.hf", "heloco.cluster.gateway.https_server",
     "heloco.cluster.gateway.app", "heloco.cluster.gateway.listener", "heloco.cluster.gateway.connection",
     "heloco.report.page_process", "heloco.report.page_connection", "heloco.cli.serve_view", "heloco.cli.page",
     "cryptography.x509", "cryptography.hazmat.primitives.serialization", "encodings.idna", "numpy.ma", "numpy.random", "resource",

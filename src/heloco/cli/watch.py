@@ -13,7 +13,7 @@ from heloco.cli.flags import Parser
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
-    from heloco.cli.mirror import Mirror
+    from heloco.cli.mirror import FolderMirror
     from heloco.report.run_reader import Run
 
 
@@ -28,7 +28,7 @@ def add_watch_flags(parser: Parser) -> None:
 
 
 def watch(parsed: argparse.Namespace) -> int:
-    mirrors: list[Mirror] = []
+    mirrors: list[FolderMirror] = []
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
@@ -37,13 +37,13 @@ def watch(parsed: argparse.Namespace) -> int:
         return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.reason_to_give_up())), ""))
 
 
-def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["Mirror"]) -> Path:
+def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["FolderMirror"]) -> Path:
     """The run's folder, or a local copy of it if the run is served elsewhere."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
-    from heloco.cli.mirror import Mirror
+    from heloco.cli.mirror import FolderMirror
 
-    mirror = Mirror(link_to(run.rstrip("/"), parsed.token, parsed.token_file, "viewer"))
+    mirror = FolderMirror(link_to(run.rstrip("/"), parsed.token, parsed.token_file, "viewer"))
     stack.callback(mirror.close)
     mirror.start()
     mirrors.append(mirror)

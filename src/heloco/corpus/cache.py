@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from heloco.errors import UserError
 
-from .parts import PARTS, Part
+from .parts import PARTS, PartName
 
 try:
     import fcntl
@@ -63,7 +63,7 @@ class Entry:
     train: PartCount
     val: PartCount
 
-    def tokens(self, part: Part) -> Tokens:
+    def tokens(self, part: PartName) -> Tokens:
         return np.memmap(_file(self.folder, part), dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
 
 
@@ -115,7 +115,7 @@ class EntryWriter:
         self._lock.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def write(self, part: Part, tokens: Tokens, text_bytes: int, documents: int) -> None:
+    def write(self, part: PartName, tokens: Tokens, text_bytes: int, documents: int) -> None:
         data = tokens.astype(self._dtype, copy=False).tobytes()
         out = self._parts[part]
         with _disk_in_words(self._final.parent):
@@ -125,7 +125,7 @@ class EntryWriter:
         out.count.text_bytes += text_bytes
         out.count.documents += documents
 
-    def count(self, part: Part) -> PartCount:
+    def count(self, part: PartName) -> PartCount:
         return self._parts[part].count
 
     def commit(self, about: Mapping[str, object]) -> Entry:
@@ -204,7 +204,7 @@ def _sync_and_close(file: BinaryIO) -> None:
     file.close()
 
 
-def _file(folder: Path, part: Part) -> Path:
+def _file(folder: Path, part: PartName) -> Path:
     return folder / f"{part}.bin"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cache import Tokens
-from .parts import Labelled, Part
+from .parts import Labelled, PartName
 from .streams import Meter
 from .tokenizer import Tokenizer, token_dtype
 
@@ -20,7 +20,7 @@ _BATCHES_AHEAD = 2
 class Batch:
     """Documents of one part, and how much of the input had been read when it was full."""
 
-    part: Part
+    part: PartName
     texts: list[str]
     done_bytes: int
 
@@ -35,7 +35,7 @@ class Encoded:
 
 def batches(documents: Iterable[Labelled], meter: Meter) -> Iterator[Batch]:
     """Documents gathered by part; within a part their order stays."""
-    waiting: dict[Part, list[str]] = {"train": [], "val": []}
+    waiting: dict[PartName, list[str]] = {"train": [], "val": []}
     chars = {"train": 0, "val": 0}
     for part, text in documents:
         waiting[part].append(text)

@@ -13,11 +13,11 @@ from typing import Any
 from heloco.errors import UserError
 
 from .libraries import library
-from .parts import Labelled, Recipe, divide, labelled, pick, until, val_limit
+from .parts import Labelled, Recipe, divide, label_documents, pick, until, val_limit
 from .streams import Meter
 
 LIMIT_BYTES = 20_000_000
-MOST_CONFIGS = 32
+CONFIGS_LIMIT = 32
 
 
 def hub_recipes(dataset: str, languages: Sequence[str] | None, limit_bytes: int | None, field: str) -> list[Recipe]:
@@ -25,9 +25,9 @@ def hub_recipes(dataset: str, languages: Sequence[str] | None, limit_bytes: int 
     limit = limit_bytes or LIMIT_BYTES
     if languages is None:
         languages = _config_names(dataset)
-    chosen = pick(list(dict.fromkeys(languages)), languages, dataset)  # names nobody knows are found out when they are read
+    configs = pick(list(dict.fromkeys(languages)), languages, dataset)  # names nobody knows are found out when they are read
     identity = {"hub": dataset, "limit": limit, "field": field, **_local_state(dataset)}
-    return [_recipe(dataset, config, limit, field, identity) for config in chosen]
+    return [_recipe(dataset, config, limit, field, identity) for config in configs]
 
 
 def _recipe(dataset: str, config: str, limit: int, field: str, identity: dict[str, object]) -> Recipe:
@@ -40,7 +40,7 @@ def _recipe(dataset: str, config: str, limit: int, field: str, identity: dict[st
 def _config_names(dataset: str) -> list[str]:
     with _in_words(dataset, None):
         names: list[str] = _library().get_dataset_config_names(dataset)
-    if len(names) > MOST_CONFIGS:
+    if len(names) > CONFIGS_LIMIT:
         examples = ", ".join(names[:8])
         raise UserError(
             f"{dataset} has {len(names)} configurations ({examples}, …), too many to take all of: name the languages you want."
@@ -57,8 +57,8 @@ def _labelled_rows(dataset: str, config: str, limit: int, field: str, meter: Met
     if "validation" not in splits:
         yield from divide(train, config)
         return
-    yield from labelled("train", train)
-    yield from labelled("val", until(_rows(dataset, config, "validation", field, meter), val_limit(limit)))
+    yield from label_documents("train", train)
+    yield from label_documents("val", until(_rows(dataset, config, "validation", field, meter), val_limit(limit)))
 
 
 def _rows(dataset: str, config: str, split: str, field: str, meter: Meter) -> Iterator[str]:

@@ -9,9 +9,9 @@ from heloco.errors import UserError, nearest
 
 from .streams import Meter
 
-Part = Literal["train", "val"]
-PARTS: tuple[Part, Part] = ("train", "val")
-Labelled = tuple[Part, str]
+PartName = Literal["train", "val"]
+PARTS: tuple[PartName, PartName] = ("train", "val")
+Labelled = tuple[PartName, str]
 
 VAL_PER_THOUSAND = 10  # of the documents, where a source has no validation part of its own
 
@@ -57,7 +57,7 @@ def until(documents: Iterable[str], limit_bytes: int | None) -> Iterator[str]:
             return
 
 
-def labelled(part: Part, documents: Iterable[str]) -> Iterator[Labelled]:
+def label_documents(part: PartName, documents: Iterable[str]) -> Iterator[Labelled]:
     return ((part, document) for document in documents)
 
 
@@ -66,25 +66,25 @@ def divide(documents: Iterable[str], name: str) -> Iterator[Labelled]:
 
     Neither side is ever empty: one document is held back for the side that ends up with none, and a lone document is cut in two.
     """
-    held: str | None = None
-    filled_parts: set[Part] = set()
+    pending_document: str | None = None
+    filled_parts: set[PartName] = set()
     for document in documents:
-        if held is not None and _for_validation(document):
+        if pending_document is not None and _for_validation(document):
             filled_parts.add("val")
             yield "val", document
             continue
-        if held is not None:
+        if pending_document is not None:
             filled_parts.add("train")
-            yield "train", held
-        held = document
-    if held is None:
+            yield "train", pending_document
+        pending_document = document
+    if pending_document is None:
         return  # an empty source: whoever writes it down says so
     if "val" in filled_parts:
-        yield "train", held
+        yield "train", pending_document
     elif "train" in filled_parts:
-        yield "val", held
+        yield "val", pending_document
     else:
-        head, tail = _in_two(held, name)
+        head, tail = _in_two(pending_document, name)
         yield "train", head
         yield "val", tail
 

@@ -79,8 +79,8 @@ def _recipes(
     data: str, languages: Sequence[str] | None, limit_bytes: int | None, field: str, cache: Path, seed: int
 ) -> list[Recipe]:
     if data == "builtin":
-        chosen = pick(builtin.LANGUAGES, languages, "the built-in languages")
-        return [_builtin_recipe(name, limit_bytes, seed) for name in chosen]
+        names = pick(builtin.LANGUAGES, languages, "the built-in languages")
+        return [_builtin_recipe(name, limit_bytes, seed) for name in names]
     if data.startswith("hf:"):
         return hub_recipes(data.removeprefix("hf:"), languages, limit_bytes, field)
     sources = find_sources(Path(data).expanduser(), languages)

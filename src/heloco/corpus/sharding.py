@@ -63,7 +63,7 @@ def split(
         raise UserError(f"A context of {context} tokens has no window: give at least 1.")
     names = [source.name for source in corpus.sources]
     shards = len(names) if shards is None else shards
-    views = tuple(_windowed(source.train, context, source.name) for source in corpus.sources)
+    views = tuple(_cut_windows(source.train, context, source.name) for source in corpus.sources)
     sizes = [len(view) for view in views]
     if scheme == "source":
         if shards != len(names):
@@ -80,7 +80,7 @@ def split(
     return tuple(_shard(f"{scheme}-{i}", views, members) for i, members in enumerate(dealt))
 
 
-def _windowed(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[Any]:
+def _cut_windows(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[Any]:
     """The tokens as a table with a window in each row; nothing is copied."""
     count = windows(tokens, context)
     if count < 1:
@@ -92,10 +92,12 @@ def _windowed(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[
 
 
 def _shard(name: str, views: Sequence[npt.NDArray[Any]], members: Sequence[Indices]) -> Shard:
-    held = [(view, np.sort(indices)) for view, indices in zip(views, members, strict=True) if len(indices)]
-    counts = [len(indices) for _, indices in held]
+    indexed_views = [(view, np.sort(indices)) for view, indices in zip(views, members, strict=True) if len(indices)]
+    counts = [len(indices) for _, indices in indexed_views]
     firsts = np.cumsum([0, *counts[:-1]])
-    return Shard(name, sum(counts), tuple(view for view, _ in held), tuple(indices for _, indices in held), firsts)
+    return Shard(
+        name, sum(counts), tuple(view for view, _ in indexed_views), tuple(indices for _, indices in indexed_views), firsts
+    )
 
 
 def _deal_evenly(sizes: Sequence[int], shards: int, rng: np.random.Generator) -> list[list[Indices]]:

@@ -73,7 +73,7 @@ def open_bytes(path: Path, meter: Meter) -> Iterator[BinaryIO]:
         broken = (*broken, library("zstandard", "Reading .zst files").ZstdError)
     try:
         with io.BufferedReader(_MeteredFile(path, meter), _BLOCK) as raw:
-            yield _decompressed(raw, path.suffix)
+            yield _decompress(raw, path.suffix)
     except broken as error:
         raise UserError(
             f"{path} is cut short or damaged as a {path.suffix} file ({error}): copy or download it again."
@@ -84,7 +84,7 @@ def open_bytes(path: Path, meter: Meter) -> Iterator[BinaryIO]:
         raise UserError(f"{path} cannot be read ({error.strerror}): check that it exists and that you may read it.") from error
 
 
-def _decompressed(raw: BinaryIO, suffix: str) -> BinaryIO:
+def _decompress(raw: BinaryIO, suffix: str) -> BinaryIO:
     match suffix:
         case ".gz":
             return cast(BinaryIO, gzip.GzipFile(fileobj=raw))

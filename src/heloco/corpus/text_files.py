@@ -21,7 +21,7 @@ from typing import BinaryIO, TextIO
 from heloco.errors import UserError
 
 from .libraries import library
-from .parts import Labelled, divide, labelled, pick, until, val_limit
+from .parts import Labelled, divide, label_documents, pick, until, val_limit
 from .streams import COMPRESSIONS, Meter, open_bytes, open_text
 
 LONGEST_CHARS = 1 << 18  # a .txt document without a blank line for so long is cut at a line end, so memory stays bounded
@@ -53,8 +53,8 @@ class SourceFiles:
         if not self.val:
             yield from divide(train, self.name)
             return
-        yield from labelled("train", train)
-        yield from labelled("val", until(_read(self.val, field, meter), limit_bytes and val_limit(limit_bytes)))
+        yield from label_documents("train", train)
+        yield from label_documents("val", until(_read(self.val, field, meter), limit_bytes and val_limit(limit_bytes)))
 
 
 def find_sources(folder: Path, languages: Sequence[str] | None = None) -> list[SourceFiles]:
@@ -195,7 +195,7 @@ def _text(value: object, field: str, where: str) -> str:
 
 def _read_parquet(path: Path, field: str, meter: Meter) -> Iterator[str]:
     parquet = library("pyarrow.parquet", "Reading .parquet files")
-    damaged = library("pyarrow", "Reading .parquet files").ArrowInvalid
+    ParquetError = library("pyarrow", "Reading .parquet files").ArrowInvalid
     with open_bytes(path, meter) as stream, _seekable(path, stream) as file:
         try:
             table = parquet.ParquetFile(file)
@@ -204,7 +204,7 @@ def _read_parquet(path: Path, field: str, meter: Meter) -> Iterator[str]:
                 raise UserError(f"{path} has no column {field!r}, only {names}: name the column that holds the text.")
             for batch in table.iter_batches(batch_size=1024, columns=[field]):
                 yield from (_text(value, field, str(path)) for value in batch.column(0).to_pylist())
-        except damaged as error:
+        except ParquetError as error:
             raise UserError(f"{path} is cut short or damaged as a .parquet file ({error}): copy or download it again.") from error
 
 
@@ -214,9 +214,9 @@ def _seekable(path: Path, stream: BinaryIO) -> Iterator[BinaryIO]:
     if path.suffix not in COMPRESSIONS:
         yield stream
         return
-    with tempfile.TemporaryFile() as unpacked:
-        shutil.copyfileobj(stream, unpacked)
-        yield unpacked
+    with tempfile.TemporaryFile() as unpacked_file:
+        shutil.copyfileobj(stream, unpacked_file)
+        yield unpacked_file
 
 
 _READERS: dict[str, Callable[[Path, str, Meter], Iterator[str]]] = {

@@ -56,26 +56,26 @@ class PlannedRun:
 class Watcher(Protocol):
     """Is told how far the runs of a fleet are, and gets the records of each run that ends."""
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         """Called after each wave with the inner steps that are done and those of all runs."""
 
-    def finished(self, key: str, collected: Collector) -> None:
+    def on_finish(self, key: str, collector: Collector) -> None:
         """Called with the tape and evaluations of a run that reached its last arrival."""
 
-    def diverged(self, key: str, reason: str, collected: Collector) -> None:
+    def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
         """Called with what there is of a run that was stopped because its numbers are not finite."""
 
 
 def run_fleet(
-    planned: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, stopping: Callable[[], bool] = lambda: False
+    planned_runs: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
-    """Carries out all runs; `StopRequested` when `stopping()` turned true. Those that ended were handed to the watcher."""
+    """Carries out all runs; `StopRequested` when `is_stopping()` turned true. Those that ended were handed to the watcher."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda" and before == "highest":
         torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
     try:
         with host_work_first(device):
-            Fleet(planned, watcher, device, stopping).run()
+            Fleet(planned_runs, watcher, device, is_stopping).run()
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -101,20 +101,20 @@ class _Member:
     """A run and what its schedule, which needs no training, tells beforehand."""
 
     order: int
-    planned: PlannedRun
+    planned_run: PlannedRun
     chains: dict[tuple[int, int], int]
     steps_left: int
     run: LocalRun | None = None
-    collected: Collector = field(default_factory=Collector)
+    collector: Collector = field(default_factory=Collector)
     busy_workers: set[int] = field(default_factory=set)
     """Workers whose rounds are being computed."""
 
     @property
     def stack_key(self) -> StackKey:
         """Runs with equal keys can share a stack."""
-        task = self.planned.task
+        task = self.planned_run.task
         model = (task.model_config, task.context) if isinstance(task, LanguageTask) else id(task)
-        return model, kind_of(self.planned.config.inner)
+        return model, kind_of(self.planned_run.config.inner)
 
     def needed(self) -> list[Round]:
         """Those of the rounds under way that arrive before the end (or, after refusals, the one that the clock waits for)."""
@@ -140,10 +140,10 @@ class Fleet:
     """Carries out many runs on one device. `run_fleet` is the usual way to use it."""
 
     def __init__(
-        self, planned: Sequence[PlannedRun], watcher: Watcher, device: torch.device, stopping: Callable[[], bool]
+        self, planned_runs: Sequence[PlannedRun], watcher: Watcher, device: torch.device, is_stopping: Callable[[], bool]
     ) -> None:
-        self.watcher, self.device, self.stopping = watcher, device, stopping
-        members = [make_member(order, each) for order, each in enumerate(planned)]
+        self.watcher, self.device, self.is_stopping = watcher, device, is_stopping
+        members = [make_member(order, each) for order, each in enumerate(planned_runs)]
         keys = list(dict.fromkeys(member.stack_key for member in members))
         self.waiting = sorted(members, key=lambda member: keys.index(member.stack_key))
         self.running: list[_Member] = []
@@ -164,16 +164,16 @@ class Fleet:
             self._admit()
             while len(under_way) < self._waves and (wave := self._pick()):
                 under_way.append((wave, self._begin(wave)))
-            if self.stopping():
+            if self.is_stopping():
                 raise StopRequested
             if under_way:  # else the last of those that ran ended as they were admitted
                 self._take_in(*under_way.popleft())
-                self.watcher.progressed(min(self.steps_done, self.steps_total), self.steps_total)
+                self.watcher.on_progress(min(self.steps_done, self.steps_total), self.steps_total)
 
     def _begin(self, wave: Wave) -> Results:
         for member, worker_round in wave:
             member.busy_workers.add(worker_round.worker)
-        jobs = [Job(worker_round, member.planned.task, member.planned.config.inner) for member, worker_round in wave]
+        jobs = [Job(worker_round, member.planned_run.task, member.planned_run.config.inner) for member, worker_round in wave]
         assert self._inner is not None
         return self._inner.begin(jobs)
 
@@ -195,7 +195,7 @@ class Fleet:
         every = [(member, worker_round) for member in self.running for worker_round in member.needed()]
         if not every:
             return []
-        stack_steps_left = sum(member.steps_left for member in self._alike()) / (self._wanted_width * self._waves)
+        stack_steps_left = sum(member.steps_left for member in self._stack_members()) / (self._wanted_width * self._waves)
 
         def place(candidate: tuple[_Member, Round]) -> tuple[bool, int, int]:
             member, worker_round = candidate
@@ -218,13 +218,13 @@ class Fleet:
                 if self.running:
                     return
                 self._begin_stack(self.waiting[0])
-            held = sum(map(self._run_bytes, self.running))
-            if self.running and held + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
+            bytes_in_use = sum(map(self._run_bytes, self.running))
+            if self.running and bytes_in_use + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
                 return
             member = self.waiting.pop(0)
-            task, config = member.planned.task, member.planned.config
+            task, config = member.planned_run.task, member.planned_run.config
             model = copy.deepcopy(self._model(task))
-            member.run = LocalRun(task, config, observers=[member.collected], model=model, block_numbers=False)
+            member.run = LocalRun(task, config, observers=[member.collector], model=model, block_numbers=False)
             self.running.append(member)
             member.run.begin()
             self._advance(member)
@@ -234,19 +234,19 @@ class Fleet:
         try:
             if not member.run.advance():
                 return
-            self.watcher.finished(member.planned.key, member.collected)
+            self.watcher.on_finish(member.planned_run.key, member.collector)
         except RunStopped as stopped:
             self.steps_done += member.steps_left
-            self.watcher.diverged(member.planned.key, str(stopped), member.collected)
+            self.watcher.on_divergence(member.planned_run.key, str(stopped), member.collector)
         member.run = None
         self.running.remove(member)
 
     def _run_bytes(self, member: _Member) -> int:
         """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result, and
         where AdamW's two moments are kept, those before and mostly also those after the round."""
-        config = member.planned.config
+        config = member.planned_run.config
         models_per_worker = 5 if config.inner.keep_state else 2
-        return (3 + models_per_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned.task))
+        return (3 + models_per_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned_run.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""
@@ -254,15 +254,15 @@ class Fleet:
             self._models[id(task)] = task.build_model().to(self.device)
         return self._models[id(task)]
 
-    def _alike(self) -> list[_Member]:
+    def _stack_members(self) -> list[_Member]:
         """All that share the stack, now or later."""
         return [member for member in (*self.running, *self.waiting) if member.stack_key == self._key]
 
     def _begin_stack(self, first: _Member) -> None:
-        self._key, task = first.stack_key, first.planned.task
-        alike = self._alike()
-        longest = max(max(member.chains.values()) for member in alike)
-        steps = sum(member.steps_left for member in alike)
+        self._key, task = first.stack_key, first.planned_run.task
+        members = self._stack_members()
+        longest = max(max(member.chains.values()) for member in members)
+        steps = sum(member.steps_left for member in members)
         self._wanted_width = max(1, min(steps // (longest * self._waves), WIDEST.get(self.device.type, 8)))
         slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
         width = max(1, min(self._wanted_width, int(slices)))
@@ -270,12 +270,12 @@ class Fleet:
         self._inner = StackedInner(task, device=self.device, width=width)
 
 
-def make_member(order: int, planned: PlannedRun) -> _Member:
-    config = planned.config
+def make_member(order: int, planned_run: PlannedRun) -> _Member:
+    config = planned_run.config
     check_stackable(config.inner)
-    sizes = file_sizes(config, planned.task.build_model()) if config.links.takes_time else None
+    sizes = file_sizes(config, planned_run.task.build_model()) if config.links.takes_time else None
     events = list(planned_arrivals(config, sizes=sizes))
-    return _Member(order, planned, chains(events), sum(arrival.inner_steps for _, arrival in events))
+    return _Member(order, planned_run, chains(events), sum(arrival.inner_steps for _, arrival in events))
 
 
 def _bytes(model: nn.Module) -> int:

@@ -32,8 +32,8 @@ class StopRequested(Exception):
 class Observer(Protocol):
     """Whoever looks on: a progress display, a collector."""
 
-    def arrived(self, record: ArrivalRecord) -> None: ...
-    def evaluated(self, record: EvaluationRecord) -> None: ...
+    def on_arrival(self, record: ArrivalRecord) -> None: ...
+    def on_evaluation(self, record: EvaluationRecord) -> None: ...
 
 
 @dataclass
@@ -43,10 +43,10 @@ class Collector:
     tape: list[ArrivalRecord] = field(default_factory=list)
     evals: list[EvaluationRecord] = field(default_factory=list)
 
-    def arrived(self, record: ArrivalRecord) -> None:
+    def on_arrival(self, record: ArrivalRecord) -> None:
         self.tape.append(record)
 
-    def evaluated(self, record: EvaluationRecord) -> None:
+    def on_evaluation(self, record: EvaluationRecord) -> None:
         self.evals.append(record)
 
 
@@ -152,10 +152,10 @@ class LocalRun:
         settings = self.config.run
         while not self.simulation.finished:
             self._heed_stop()
-            if (arrived := self.simulation.advance()) is None:
+            if (outcome := self.simulation.advance()) is None:
                 return False
-            self.take_in(*arrived)
-            if arrived[0].verdict != "refused":
+            self.take_in(*outcome)
+            if outcome[0].verdict != "refused":
                 self._evaluate_if(is_due(self.synchronizer.arrivals, settings.eval_every))
                 self._save_if(is_due(self.synchronizer.arrivals, settings.checkpoint_every))
         self._evaluate_if(True)
@@ -176,7 +176,7 @@ class LocalRun:
         if self.folder is not None:
             self.folder.write_arrival(record)
         for observer in self.observers:
-            observer.arrived(record)
+            observer.on_arrival(record)
         if self.synchronizer.refused_in_a_row >= self.config.run.max_refusals:
             self._save()
             where = f" What was done until then is in {self.folder.path}." if self.folder else ""
@@ -199,7 +199,7 @@ class LocalRun:
         if self.folder is not None:
             self.folder.write_eval(record)
         for observer in self.observers:
-            observer.evaluated(record)
+            observer.on_evaluation(record)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:

@@ -47,8 +47,8 @@ def schedule(
     )
     simulation = Simulation(synchronizer, paces_s=paces_s, arrivals=arrivals, grace_s=grace_s, links=links)
     while not simulation.finished:
-        if (arrived := simulation.advance()) is not None:
-            yield simulation.now_s, arrived[0]
+        if (outcome := simulation.advance()) is not None:
+            yield simulation.now_s, outcome[0]
         else:
             under_way = simulation.next_needed()
             simulation.give(Contribution(under_way.worker, under_way.index, under_way.version, end=[]))

@@ -56,7 +56,7 @@ def simulate(
     config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
     if task is None:
         task, config = build_task(config)
-    collected = Collector()
-    run = LocalRun(task, config, observers=[collected])
+    collector = Collector()
+    run = LocalRun(task, config, observers=[collector])
     run.run()  # its last evaluation leaves the buffers in the model
-    return Result(run.model, collected.tape, collected.evals, config)
+    return Result(run.model, collector.tape, collector.evals, config)

@@ -19,7 +19,7 @@ from heloco.outer.kernels.windows import dense
 from heloco.synchronizer import Arrival, Contribution, Round
 from heloco.wire import blocks
 from heloco.wire.encoder import NO_ROUND, ContributionEncoder, Residual
-from heloco.wire.formats import FULL, decoded, find_format, layout_of, read_block
+from heloco.wire.formats import FULL, decode_block, find_format, layout_of, read_block
 from heloco.wire.fragments import share_after_fragments
 from heloco.wire.layout import Layout
 from heloco.wire.link_options import LinkOptions
@@ -140,7 +140,7 @@ class SimulatedLinks:
         encoder = self._encoders[contribution.worker]
         tensors = encoder.encode(contribution.index, deltas, last_accepted=self._accepted[contribution.worker])
         arriving = [
-            decoded(read_block(self.up, blocks.PSEUDO_GRADIENT, index, tensors, delta.shape), delta.device)
+            decode_block(read_block(self.up, blocks.PSEUDO_GRADIENT, index, tensors, delta.shape), delta.device)
             for index, delta in enumerate(deltas)
         ]
         return replace(contribution, pseudo_gradient=arriving)

@@ -239,12 +239,13 @@ class Simulation:
         ends = [blocks.worker_blocks(blocks.END, worker, tensors) for worker in range(len(self.memory))]
         self._ends = [[end[i] for i in range(len(end))] if end else None for end in ends]
         self._rounds = {}
-        for worker, held in self.synchronizer.held.items():
-            start = [t for _, t in sorted(_under(f"start.{held.version}.", tensors), key=lambda item: int(item[0]))]
+        for worker, terms in self.synchronizer.rounds_under_way.items():
+            start = [t for _, t in sorted(_under(f"start.{terms.version}.", tensors), key=lambda item: int(item[0]))]
             self._rounds[worker] = Round(
-                worker, held.index, held.version, held.shard, held.spans, held.inner_steps, held.shard_steps, held.progress,
+                worker, terms.index, terms.version, terms.shard, terms.spans, terms.inner_steps,
+                terms.shard_steps, terms.progress,
                 self.links.start_of(worker) if self.links and self._makes_starts else start,
-                [t for _, t in sorted(_under(f"start_buffer.{held.version}.", tensors), key=lambda item: int(item[0]))],
+                [t for _, t in sorted(_under(f"start_buffer.{terms.version}.", tensors), key=lambda item: int(item[0]))],
                 (dict(_under(f"shared.{worker}.", tensors)) or None) if self._share else self.memory[worker],
             )  # fmt: skip
             if self.links and worker in clock.merge_steps:

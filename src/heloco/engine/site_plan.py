@@ -27,7 +27,7 @@ LOAD_LIMIT = 0.7
 """A synchronizer that is busier makes workers queue."""
 DELAY_SHARE = 0.1
 """A start may arrive after this share of a round's steps: the loss does not suffer from so little (Streaming DiLoCo)."""
-USUAL_STEPS, MOST_STEPS = 100, 500
+USUAL_STEPS, STEPS_LIMIT = 100, 500
 CHOICES: tuple[FormatName, ...] = ("fp32", "bf16", "int8", "int4")
 """From wide to narrow: the first that is fast enough is chosen."""
 PROCESS_BYTES = 330_000_000
@@ -56,7 +56,7 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class SitePlan:
     """A way to run on a site, and what is to be expected of it."""
 
     site: Site
@@ -67,8 +67,8 @@ class Plan:
     @property
     def sizes(self) -> FileSizes:
         """Bytes of what travels."""
-        coded = round(self.site.parameters * find_format(self.wire).bits / 8)
-        return FileSizes(coded, 4 * self.site.parameters, coded)
+        code_bytes = round(self.site.parameters * find_format(self.wire).bits / 8)
+        return FileSizes(code_bytes, 4 * self.site.parameters, code_bytes)
 
     @property
     def upload_s(self) -> float:
@@ -115,8 +115,8 @@ class Plan:
     @property
     def shards(self) -> int:
         """Processes that the outer state should be spread over, so that none is too busy."""
-        unhurried = replace(self, site=replace(self.site, workers=1)).round_s
-        return max(1, math.ceil(self.site.workers * self.taking_in_s / unhurried / LOAD_LIMIT))
+        one_worker_round_s = replace(self, site=replace(self.site, workers=1)).round_s
+        return max(1, math.ceil(self.site.workers * self.taking_in_s / one_worker_round_s / LOAD_LIMIT))
 
     @property
     def bytes_per_day(self) -> float:
@@ -150,19 +150,19 @@ class Plan:
             yield f"Workers compute only {self.utilisation:.0%} of the time."
 
 
-def make_plan(site: Site, *, inner_steps: int | None = None, wire: FormatName | None = None, overlap: bool = True) -> Plan:
+def plan_site(site: Site, *, inner_steps: int | None = None, wire: FormatName | None = None, overlap: bool = True) -> SitePlan:
     """The plan with what is given, and the rest chosen: the widest format whose transfers take a tenth of a round, at 100 inner
     steps if that is possible, else the narrowest one and rounds that are long enough, up to 500 steps."""
     formats = (wire,) if wire else CHOICES
     steps = inner_steps or USUAL_STEPS
     for name in formats:
-        plan = Plan(site=site, inner_steps=steps, wire=name, overlap=overlap)
+        plan = SitePlan(site=site, inner_steps=steps, wire=name, overlap=overlap)
         if plan.travel_s <= DELAY_SHARE * plan.computing_s:
             return plan
     if inner_steps is not None:
         return plan
-    needed = math.ceil(plan.travel_s / (DELAY_SHARE * site.step_s))
-    return replace(plan, inner_steps=min(MOST_STEPS, max(steps, -(-needed // 10) * 10)))
+    steps_needed = math.ceil(plan.travel_s / (DELAY_SHARE * site.step_s))
+    return replace(plan, inner_steps=min(STEPS_LIMIT, max(steps, -(-steps_needed // 10) * 10)))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Rehearsal:
     most_stale: int
 
 
-def rehearse(plan: Plan, paces_s: Sequence[float] = (), rounds: int = 20) -> Rehearsal:
+def rehearse(plan: SitePlan, paces_s: Sequence[float] = (), rounds: int = 20) -> Rehearsal:
     """Runs the plan's schedule with the virtual clock. `paces_s`: seconds per inner step of each worker, in turn. Without them
     all workers have the site's."""
     site = plan.site
@@ -204,25 +204,3 @@ def rehearse(plan: Plan, paces_s: Sequence[float] = (), rounds: int = 20) -> Reh
         utilisation=computed_s / (passed_s * site.workers), load=min(1.0, len(stale) * plan.taking_in_s / passed_s),
         arrivals_per_hour=3600 * len(stale) / passed_s, mean_staleness=staleness / len(stale), most_stale=max(stale),
     )  # fmt: skip
-
-
-def parse_count(text: str) -> int:
-    """A number of parameters: 14468608, 124M, 1.3B."""
-    factors = {"K": 1e3, "M": 1e6, "B": 1e9}
-    number, factor = (text[:-1], factors[text[-1].upper()]) if text and text[-1].upper() in factors else (text, 1.0)
-    try:
-        return round(float(number) * factor)
-    except (ValueError, OverflowError):
-        raise UserError(f"params cannot be {text!r}: give a number such as 124M or 1.3B.") from None
-
-
-def parse_link(text: str) -> tuple[float, float, float]:
-    """Megabits per second up and down, and seconds of latency, from 100mbit,80ms or 50/200mbit,0.1s."""
-    try:
-        speed, _, latency = text.lower().replace(" ", "").partition(",")
-        up, _, down = speed.removesuffix("mbit").removesuffix("gbit").partition("/")
-        factor = 1000.0 if speed.endswith("gbit") else 1.0
-        seconds = float(latency.removesuffix("ms")) / 1000 if latency.endswith("ms") else float(latency.removesuffix("s") or 0)
-        return float(up) * factor, float(down or up) * factor, seconds
-    except ValueError:
-        raise UserError(f"link cannot be {text!r}: give speed and latency such as 100mbit,80ms or 50/200mbit,100ms.") from None

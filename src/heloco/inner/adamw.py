@@ -65,10 +65,10 @@ class AdamW:
             CHUNK=CHUNK, ALIGNED=self._aligned and is_aligned, num_warps=8,
         )  # fmt: skip
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         if self._fused:
-            self._addresses.recorded()
+            self._addresses.finish_recording()
 
 
 def serves(parameters: Sequence[Tensor]) -> bool:
@@ -105,7 +105,7 @@ def without_gradient(p: Tensor, m: Tensor, v: Tensor, factors: Tensor) -> tuple[
     return p, m, v
 
 
-def clipped(gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
+def clip_gradients(gradients: Sequence[Tensor], norm: float) -> list[Tensor]:
     """The gradients of each slice scaled down to this norm where they exceed it, as `clip_grad_norm_` does for one model."""
     squares = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0)
     scale = (norm / (squares.sqrt() + 1e-6)).clamp(max=1.0)

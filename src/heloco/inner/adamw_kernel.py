@@ -38,10 +38,10 @@ def adamw_kernel(
     decay, eps = tl.load(factors + 2 * slices + s), tl.load(factors + 6 * slices + s)
     first += (gradient - first) * tl.load(factors + 4 * slices + s)
     second += (gradient * gradient - second) * tl.load(factors + 5 * slices + s)
-    moved = tl.load(p, mask=mask) * decay - step * first / (tl.sqrt(second) / root + eps)
+    new_values = tl.load(p, mask=mask) * decay - step * first / (tl.sqrt(second) / root + eps)
     tl.store(m, first, mask=mask)
     tl.store(v, second, mask=mask)
-    tl.store(p, moved, mask=mask)
+    tl.store(p, new_values, mask=mask)
 
 
 @triton.jit(do_not_specialize=["steps"])

@@ -22,12 +22,12 @@ class Muon:
     """Moves the matrices of a stack, [S, rows, columns] each. Matrices of one shape are orthogonalised together."""
 
     def __init__(self, parameters: Sequence[Tensor], momenta: Sequence[Tensor], momentum: float) -> None:
-        alike: dict[torch.Size, list[int]] = {}
+        indices_of_shape: dict[torch.Size, list[int]] = {}
         for index, p in enumerate(parameters):
-            alike.setdefault(p.shape, []).append(index)
+            indices_of_shape.setdefault(p.shape, []).append(index)
         self._groups = [
             (indices, MuonGroup([parameters[i].detach() for i in indices], [momenta[i] for i in indices], momentum))
-            for indices in alike.values()
+            for indices in indices_of_shape.values()
         ]
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
@@ -35,10 +35,10 @@ class Muon:
         for indices, group in self._groups:
             group.move([gradients[i] for i in indices], lr * active, weight_decay, active)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         for _, group in self._groups:
-            group.recorded()
+            group.finish_recording()
 
 
 class MuonGroup:
@@ -59,7 +59,7 @@ class MuonGroup:
         for momentum, gradient in zip(self._momenta, gradients, strict=True):
             momentum.add_((gradient - momentum) * _per_slice(rise, momentum))
             directions.append(torch.lerp(gradient, momentum, self._momentum))
-        orthogonal = torch.split(orthogonalised(torch.cat(directions)), len(lr))
+        orthogonal = torch.split(orthogonalise(torch.cat(directions)), len(lr))
         for p, direction in zip(self._parameters, orthogonal, strict=True):
             p.mul_(_per_slice(decay, p)).sub_(_per_slice(size, p) * direction)
 
@@ -76,9 +76,9 @@ class MuonGroup:
             num_warps=8 if short > 64 else 4,
         )  # fmt: skip
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         if self._addresses is not None:
-            self._addresses.recorded()
+            self._addresses.finish_recording()
 
 
 def serves(parameters: Sequence[Tensor]) -> bool:
@@ -102,11 +102,11 @@ class SGD:
                 direction = momentum
             p.sub_(_per_slice(lr * active, p) * direction)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         pass
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """UVᵀ, roughly, of each matrix USVᵀ: torch's `_zeropower_via_newtonschulz` for many at once, in bfloat16 as there."""
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

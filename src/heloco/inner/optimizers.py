@@ -39,16 +39,16 @@ class AdamW:
     @torch.no_grad()
     def step(self) -> None:
         options, (group,) = self._options, self.param_groups
-        moved = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in moved]
-        for p, state in zip(moved, states, strict=True):
+        trained = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in trained]
+        for p, state in zip(trained, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if self._is_fused else "cpu")
                 state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         adamw(
-            moved,
-            [p.grad for p in moved],
+            trained,
+            [p.grad for p in trained],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],
@@ -79,14 +79,14 @@ class Muon:
     @torch.no_grad()
     def step(self) -> None:
         options, (group,) = self._options, self.param_groups
-        moved = [p for p in group["params"] if p.grad is not None]
-        for p in moved:
+        trained = [p for p in group["params"] if p.grad is not None]
+        for p in trained:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad, memory_format=torch.preserve_format)
         muon(
-            moved,
-            [p.grad for p in moved],
-            [self.state[p]["momentum_buffer"] for p in moved],
+            trained,
+            [p.grad for p in trained],
+            [self.state[p]["momentum_buffer"] for p in trained],
             lr=group["lr"],
             weight_decay=options.weight_decay,
             momentum=options.optimizer_momentum,

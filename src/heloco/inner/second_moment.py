@@ -29,7 +29,7 @@ class SharedMoment:
 
     def __init__(self, sharing: str, beta2: float) -> None:
         self.sharing, self.beta2 = sharing, beta2
-        self._brought: dict[int, tuple[Memory, list[Tensor]]] = {}
+        self._corrected_moments: dict[int, tuple[Memory, list[Tensor]]] = {}
         """Worker -> a state, and the corrected row means of it."""
 
     @torch.no_grad()
@@ -39,8 +39,8 @@ class SharedMoment:
         if worker_memory is None or len(present) < 2 or not (names := self._names(worker_memory)):
             return worker_memory
         correction = self._correction(worker_memory)
-        brought = [self._bring(other, memory, names) for other, memory in present]
-        means = [torch.stack(each).mean(0) * correction for each in zip(*brought, strict=True)]
+        corrected_moments = [self._correct_moments(other, memory, names) for other, memory in present]
+        means = [torch.stack(each).mean(0) * correction for each in zip(*corrected_moments, strict=True)]
         if self.sharing == "rows":
             means = [
                 worker_memory[name] + (mean - _rows(worker_memory[name])).clamp(min=0)
@@ -58,14 +58,14 @@ class SharedMoment:
         step = next(tensor for name, tensor in memory.items() if name.endswith(".step"))
         return 1 - self.beta2 ** step.double()
 
-    def _bring(self, worker: int, memory: Memory, names: Sequence[str]) -> list[Tensor]:
+    def _correct_moments(self, worker: int, memory: Memory, names: Sequence[str]) -> list[Tensor]:
         """The worker's moments, or their row means, corrected. Whole moments are not kept: they are as large as the model."""
         if self.sharing == "pooled":
             return [memory[name] / self._correction(memory) for name in names]
-        if worker not in self._brought or self._brought[worker][0] is not memory:
+        if worker not in self._corrected_moments or self._corrected_moments[worker][0] is not memory:
             correction = self._correction(memory)
-            self._brought[worker] = memory, [_rows(memory[name]) / correction for name in names]
-        return self._brought[worker][1]
+            self._corrected_moments[worker] = memory, [_rows(memory[name]) / correction for name in names]
+        return self._corrected_moments[worker][1]
 
 
 def _rows(moment: Tensor) -> Tensor:

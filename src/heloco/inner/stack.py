@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from heloco.inner.adamw import SETTINGS, adamw_factors, clipped, settings_of, without_gradient
+from heloco.inner.adamw import SETTINGS, adamw_factors, clip_gradients, settings_of, without_gradient
 from heloco.inner.options import InnerOptions
 from heloco.inner.stacked_loss import StackedLoss
 from heloco.inner.stacked_optimizer import ADAMW_STATE, StackedOptimizer, copied, state_names
@@ -126,7 +126,7 @@ class Stack:
     # ---- run
 
     @property
-    def recorded(self) -> bool:
+    def is_recorded(self) -> bool:
         """Whether the step is ready to be run many times; `record` first where it is not, and load again after it."""
         return self.device.type != "cuda" or self._graph is not None
 
@@ -145,7 +145,7 @@ class Stack:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._step()
-        self._optimizer.recorded()
+        self._optimizer.finish_recording()
         self._graph = graph
 
     def begin(self, steps: int) -> None:
@@ -190,7 +190,7 @@ class Stack:
             lr, active = self.lr.index_select(0, self.at)[0], self.active.index_select(0, self.at)[0]
             self.steps_taken += active
             if options.clip:
-                gradients = clipped(gradients, options.clip)
+                gradients = clip_gradients(gradients, options.clip)
             self._optimizer.move(gradients, self.steps_taken, lr, active, self.settings)
             self.at += 1
 
@@ -215,20 +215,20 @@ class Stack:
 
     def _contribution(self, s: int, job: "Job", trace: list[float], data: Any, idle: Tensor | None) -> Contribution:
         worker_round = job.round
-        moved = list(torch._foreach_sub(self._whole(worker_round.parameters), self._slices[s]))
+        pseudo_gradient = list(torch._foreach_sub(self._whole(worker_round.parameters), self._slices[s]))
         memory = self._memory(s) if job.options.keep_state else None
         if self.table:
             at = self.table.index
             assert idle is not None
             end, *moments = self._whole_table(s, job, idle[:, s, : worker_round.inner_steps])
-            moved.insert(at, worker_round.parameters[at] - end)
+            pseudo_gradient.insert(at, worker_round.parameters[at] - end)
             if memory:
                 memory |= zip((f"{at}.{name}" for name in ADAMW_STATE), moments, strict=True)
         return Contribution(
             worker_round.worker,
             worker_round.index,
             worker_round.version,
-            pseudo_gradient=moved,
+            pseudo_gradient=pseudo_gradient,
             buffers=[b[s].clone() for b in self.buffers],
             loss=sum(trace) / len(trace),
             last_loss=trace[-1],

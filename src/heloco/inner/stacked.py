@@ -33,9 +33,9 @@ Results = Callable[[], list[Contribution]]
 @functools.cache
 def kind_of(options: InnerOptions) -> InnerOptions:
     """What must be alike in one stack: all but the learning rate's course and AdamW's settings."""
-    alike = InnerOptions()
+    defaults = InnerOptions()
     free = ("lr", "lr_min", "warmup", "schedule_steps", "lr_position", "second_moment", *SETTINGS)
-    return replace(options, **{name: getattr(alike, name) for name in free})
+    return replace(options, **{name: getattr(defaults, name) for name in free})
 
 
 def check_stackable(options: InnerOptions) -> None:
@@ -114,7 +114,7 @@ class StackedInner:
         try:
             stack = self._stack(jobs[0].kind, self._size(len(jobs)), steps)
             stack.load(jobs, data)
-            if not stack.recorded:
+            if not stack.is_recorded:
                 stack.record()
                 stack.load(jobs, data)
             stack.begin(steps)

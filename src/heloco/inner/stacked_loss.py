@@ -98,7 +98,7 @@ class GPTLoss:
         for layer in range(self.config.layers):
             x = self._block(x, parameters[12 * layer : 12 * (layer + 1)], length)
         weight, bias = parameters[12 * self.config.layers :][:2]
-        return _normed(x, weight, bias)
+        return _normalise(x, weight, bias)
 
     def _block(self, x: Tensor, parameters: list[Tensor], length: int) -> Tensor:
         sequences = x.shape[0] * x.shape[1] // length
@@ -112,7 +112,7 @@ def _inputs(batch: Tensor) -> Tensor:
 
 
 def _before_attention(x: Tensor, norm: Tensor, norm_b: Tensor, qkv: Tensor, qkv_b: Tensor) -> Tensor:
-    return _linear(_normed(x, norm, norm_b), qkv, qkv_b)
+    return _linear(_normalise(x, norm, norm_b), qkv, qkv_b)
 
 
 def _after_attention(
@@ -120,12 +120,12 @@ def _after_attention(
     up: Tensor, up_b: Tensor, down: Tensor, down_b: Tensor,
 ) -> Tensor:  # fmt: skip
     x = x + _linear(attended, out, out_b)
-    return x + _linear(F.gelu(_linear(_normed(x, norm, norm_b), up, up_b)), down, down_b)
+    return x + _linear(F.gelu(_linear(_normalise(x, norm, norm_b), up, up_b)), down, down_b)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return product(x, weight) + bias[:, None]
 
 
-def _normed(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def _normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:]) * weight[:, None] + bias[:, None]

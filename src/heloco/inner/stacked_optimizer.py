@@ -29,9 +29,9 @@ class StackedOptimizer:
         by_adamw = [ADAMW_STATE[0] in state for state in states]
         self._adamw_blocks = [i for i, is_so in enumerate(by_adamw) if is_so]
         self._momentum_blocks = [i for i, is_so in enumerate(by_adamw) if not is_so]
-        moved = [parameters[i] for i in self._adamw_blocks]
+        adamw_parameters = [parameters[i] for i in self._adamw_blocks]
         moments = ([states[i][name] for i in self._adamw_blocks] for name in ADAMW_STATE)
-        self._adamw = AdamW(moved, *moments) if moved else None
+        self._adamw = AdamW(adamw_parameters, *moments) if adamw_parameters else None
         momenta = [states[i][MOMENTUM[0]] for i in self._momentum_blocks if MOMENTUM[0] in states[i]]
         kind = SGD if options.inner_optimizer == "sgd" else Muon
         self._momentum: SGD | Muon = kind([parameters[i] for i in self._momentum_blocks], momenta, options.optimizer_momentum)
@@ -43,11 +43,11 @@ class StackedOptimizer:
         if self._momentum_blocks:
             self._momentum.move([gradients[i] for i in self._momentum_blocks], lr, settings[3], active)
 
-    def recorded(self) -> None:
+    def finish_recording(self) -> None:
         """After a graph was recorded with a `move` in it."""
         if self._adamw:
-            self._adamw.recorded()
-        self._momentum.recorded()
+            self._adamw.finish_recording()
+        self._momentum.finish_recording()
 
 
 def copied(tensors: Sequence[Tensor]) -> list[Tensor]:

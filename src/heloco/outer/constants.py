@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, TypedDict
 
-from heloco.knobs import Knob, declared_knobs, filled
+from heloco.knobs import Knob, declared_knobs, fill_knobs
 
 
 class MomentumKnobs(TypedDict, total=False):
@@ -62,7 +62,7 @@ CORRECTION = declared_knobs(CorrectionKnobs)
 
 def correction_constants(values: Mapping[str, Any]) -> SimpleNamespace:
     """The correction's constants, checked; `values` replace defaults."""
-    constants = SimpleNamespace(**filled(CORRECTION, values))
+    constants = SimpleNamespace(**fill_knobs(CORRECTION, values))
     if not constants.c_bad < max(constants.c_ok, 0):
         raise ValueError(f"c_ok is {constants.c_ok!r} and c_bad {constants.c_bad!r}: c_bad must be below c_ok.")
     return constants

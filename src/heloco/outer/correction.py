@@ -129,10 +129,10 @@ def combine_all(sums: Numbers, columns: Numbers) -> tuple[Numbers, Numbers, list
     a, b, strength, case = np.array(k.weight), np.zeros(len(sums)), np.zeros(len(sums)), 3 * is_skipped
     if is_corrected.any():
         is_opposed = c < 0
-        for chosen, number, change in ((is_corrected & is_opposed, 1, _damp), (is_corrected & ~is_opposed, 2, _turn)):
-            case[chosen] = number
-            measures = u[chosen], v[chosen], c[chosen], conf[chosen]
-            a[chosen], b[chosen], strength[chosen] = change(*measures, _by_name(columns[:, chosen]))
+        for is_case, number, change in ((is_corrected & is_opposed, 1, _damp), (is_corrected & ~is_opposed, 2, _turn)):
+            case[is_case] = number
+            measures = u[is_case], v[is_case], c[is_case], conf[is_case]
+            a[is_case], b[is_case], strength[is_case] = change(*measures, _by_name(columns[:, is_case]))
 
     cosines, confidences = c.tolist(), conf.tolist()
     for i in np.flatnonzero(is_skipped).tolist():

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from heloco.dtypes import CAN_BE_TRAINED, HALF, TRAINABLE
-from heloco.knobs import Knobs, declared_knobs, described, filled, knobs_of_signature
+from heloco.knobs import Knobs, declared_knobs, describe_knobs, fill_knobs, knobs_of_signature
 
 from . import kernels
 from .correction import Outcome, combine_all
@@ -90,18 +90,20 @@ class OuterOptimizer(Optimizer):
         super().__init_subclass__()
         if knobs is not None:
             cls.knobs = declared_knobs(knobs, **defaults)
-            explicit = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            explicit_parameters = [p for p in inspect.signature(cls.__init__).parameters.values() if p.kind is not p.VAR_KEYWORD]
             keyword = inspect.Parameter.KEYWORD_ONLY
-            derived = [inspect.Parameter(k.name, keyword, default=k.default, annotation=k.kind) for k in cls.knobs.values()]
-            cls.__signature__ = inspect.Signature([*explicit[1:], *derived])  # type: ignore[attr-defined]
+            knob_parameters = [
+                inspect.Parameter(k.name, keyword, default=k.default, annotation=k.kind) for k in cls.knobs.values()
+            ]
+            cls.__signature__ = inspect.Signature([*explicit_parameters[1:], *knob_parameters])  # type: ignore[attr-defined]
         elif "__init__" in cls.__dict__:
             cls.knobs = knobs_of_signature(cls.__init__)
         if cls.__doc__:
-            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{knobs}", described(cls.knobs))
+            cls.__doc__ = inspect.cleandoc(cls.__doc__).replace("{knobs}", describe_knobs(cls.knobs))
 
     def __init__(self, params: Any, knob_values: Mapping[str, Any], **others: Any) -> None:
         """`knob_values`: values of knobs by name. `others`: what else each parameter group holds."""
-        super().__init__(params, {**filled(self.knobs, knob_values), **others})
+        super().__init__(params, {**fill_knobs(self.knobs, knob_values), **others})
         self.outcomes = []
         self.movements = []
 
@@ -216,7 +218,7 @@ class OuterOptimizer(Optimizer):
             raise NotFinite(f"the pseudo-gradient of block {usable.argmin()} is not finite")
         block_coefficients = np.array(group_coefficients, dtype=np.float64).T.take(group_of, axis=1)
         factors = scale(sums[:, 0]) if scale is not None else ()
-        a, b, self.outcomes = combine_all(_scaled(sums, factors), block_coefficients)
+        a, b, self.outcomes = combine_all(scale_sums(sums, factors), block_coefficients)
         a = a * factors if len(factors) else a  # G = a·sΔ + b·m
         states = [self.state[p] for p in parameters]
         blocks = Blocks(thetas, momenta, deltas, states, group_of, block_coefficients, sums, a, b, release)
@@ -269,9 +271,13 @@ class OuterOptimizer(Optimizer):
         """New tensors a worker starts from, one per parameter: θ, or θ − ημm for the rules that look ahead (Eq. dispatch)."""
         starts: list[Tensor] = []
         for group in self.param_groups:
-            ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
-            momenta = [self.state[p].get("momentum_buffer") for p in group["params"]] if ahead else [None] * len(group["params"])
-            group_starts = _ahead(self._masters(group["params"]), momenta, ahead)
+            lookahead_factor = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
+            momenta = (
+                [self.state[p].get("momentum_buffer") for p in group["params"]]
+                if lookahead_factor
+                else [None] * len(group["params"])
+            )
+            group_starts = look_ahead(self._masters(group["params"]), momenta, lookahead_factor)
             starts += (
                 group_starts
                 if not HALF.intersection(p.dtype for p in group["params"])
@@ -284,8 +290,8 @@ class OuterOptimizer(Optimizer):
         """The same for one parameter, counted over all groups, in flat slices that share their memory: each is to be used before
         the next is asked for. Without look-ahead it is the parameter itself: look only."""
         group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
-        ahead = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
-        momentum = self.state[p].get("momentum_buffer") if ahead else None
+        lookahead_factor = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
+        momentum = self.state[p].get("momentum_buffer") if lookahead_factor else None
         [theta] = self._masters([p])
         if momentum is None:
             yield p.detach()
@@ -293,9 +299,9 @@ class OuterOptimizer(Optimizer):
             room = torch.empty(min(SLICE, p.numel()), dtype=momentum.dtype)
             parts, momenta = torch.split(theta.detach().view(-1), SLICE), torch.split(momentum.view(-1), SLICE)
             for part, m in zip(parts, momenta, strict=True):
-                yield torch.mul(m, -ahead, out=room[: part.numel()]).add_(part).to(p.dtype)
+                yield torch.mul(m, -lookahead_factor, out=room[: part.numel()]).add_(part).to(p.dtype)
         else:
-            yield _ahead([theta], [momentum], ahead)[0].to(p.dtype)
+            yield look_ahead([theta], [momentum], lookahead_factor)[0].to(p.dtype)
 
     def _first_momentum(self, p: Tensor) -> Tensor:
         """m as it is at first: zeros, at least in float32."""
@@ -317,33 +323,33 @@ class OuterOptimizer(Optimizer):
 _shape = attrgetter("shape")
 
 
-def _scaled(sums: Numbers, factors: Sequence[float]) -> Numbers:
+def scale_sums(sums: Numbers, factors: Sequence[float]) -> Numbers:
     """(Δ·Δ, m·m, Δ·m) of blocks whose Δ is scaled by these factors; none: as they are."""
     if not len(factors):
         return sums
     s = np.array(factors)
-    scaled: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
-    return scaled
+    scaled_sums: Numbers = sums * np.array([s * s, np.ones_like(s), s]).T
+    return scaled_sums
 
 
 def _momentum_dtype(p: Tensor) -> torch.dtype:
     return torch.promote_types(p.dtype, torch.float32)
 
 
-def _ahead(parameters: list[Tensor], momenta: list[Tensor | None], ahead: float) -> list[Tensor]:
+def look_ahead(parameters: list[Tensor], momenta: list[Tensor | None], lookahead_factor: float) -> list[Tensor]:
     """θ − ahead·m of each block as a new tensor, or θ where there is no m. Blocks that are alike go together.
 
     On the CPU the product is rounded before it is added: with `alpha=` torch fuses the two where the processor can.
     """
-    held = [m for m in momenta if m is not None]
-    if not held:
+    present_momenta = [m for m in momenta if m is not None]
+    if not present_momenta:
         return _copies(parameters, parameters)
-    if len(held) < len(parameters) or not kernels.are_homogeneous([*parameters, *held]):
+    if len(present_momenta) < len(parameters) or not kernels.are_homogeneous([*parameters, *present_momenta]):
         each = zip(parameters, momenta, strict=True)
-        return [p.detach().clone() if m is None else p.detach() - m * ahead for p, m in each]
-    if kernels.on_gpu(held[0]):
-        return list(torch._foreach_sub(parameters, held, alpha=ahead))
-    starts = list(torch._foreach_mul(held, -ahead))
+        return [p.detach().clone() if m is None else p.detach() - m * lookahead_factor for p, m in each]
+    if kernels.on_gpu(present_momenta[0]):
+        return list(torch._foreach_sub(parameters, present_momenta, alpha=lookahead_factor))
+    starts = list(torch._foreach_mul(present_momenta, -lookahead_factor))
     torch._foreach_add_(starts, parameters)
     return starts
 

@@ -93,10 +93,10 @@ class Tail(Generic[RecordT]):
                 try:
                     record = self._decode(line)
                 except msgspec.DecodeError as error:
-                    raise self.edited(str(error)) from None
+                    raise self.line_error(str(error)) from None
                 yield record
 
-    def edited(self, why: str) -> UserError:
+    def line_error(self, why: str) -> UserError:
         """The error to raise if the line that was read last cannot be used."""
         return UserError(
             f"{self.path}: line {self._number} was edited and is no record ({why}). Restore it, or start the run again."

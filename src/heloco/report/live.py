@@ -42,9 +42,9 @@ CHANGES_KEPT = 100
 
 
 def check_parts() -> None:
-    missing = [name for name in PARTS if find_spec(name) is None]
-    if missing:
-        raise UserError(f'`heloco watch` needs {" and ".join(missing)}: pip install "heloco[report]"')
+    missing_modules = [name for name in PARTS if find_spec(name) is None]
+    if missing_modules:
+        raise UserError(f'`heloco watch` needs {" and ".join(missing_modules)}: pip install "heloco[report]"')
 
 
 class Feed:

@@ -55,9 +55,9 @@ def _pauses_table(runs: Sequence[Run]) -> TableData:
         for pause in run.journal.pauses[-PAUSES:]:
             count = bisect_right(run.tape.time_s, pause.start_s)
             arrival = run.tape.arrival[count - 1] if count else 0
-            lasted = "not ended" if pause.end_s is None else f"{pause.end_s - pause.start_s:,.1f} s"
+            duration_text = "not ended" if pause.end_s is None else f"{pause.end_s - pause.start_s:,.1f} s"
             run_cell = [Cell(run.name)] if len(runs) > 1 else []
-            rows.append([Cell(duration(pause.start_s)), *run_cell, Cell(f"{arrival:,}"), Cell(lasted), Cell(pause.reason)])
+            rows.append([Cell(duration(pause.start_s)), *run_cell, Cell(f"{arrival:,}"), Cell(duration_text), Cell(pause.reason)])
     caption = [f"The first {left_out:,} are left out."] if left_out else []
     if unread := [run.name for run in runs if not run.has_journal]:
         caption.append(f"Pauses stand in a run's journal, which is not here: {', '.join(unread)}.")

@@ -30,7 +30,7 @@ class Mirroring:
     def __init__(self, mirror: Mirror) -> None:
         self.mirror = mirror
 
-    def arrived(self, record: ArrivalRecord) -> None:
+    def on_arrival(self, record: ArrivalRecord) -> None:
         if record.verdict == "refused":
             return
         numbers: dict[str, float | None] = {
@@ -45,7 +45,7 @@ class Mirroring:
         numbers |= {f"correction/{name}": cases.count(letter) / len(cases) for letter, name in CASES.items() if cases}
         self._log(numbers, record.arrival)
 
-    def evaluated(self, record: EvaluationRecord) -> None:
+    def on_evaluation(self, record: EvaluationRecord) -> None:
         numbers = {f"validation/{measure}": value for measure, value in record.mean.items()}
         for source, scores in record.scores.items():
             numbers |= {f"validation {measure}/{source}": value for measure, value in scores.items()}
@@ -122,7 +122,7 @@ def check_mirrors(names: Sequence[str]) -> None:
 
 
 @contextmanager
-def mirroring(names: Sequence[str], folder: Path, config: Mapping[str, object]) -> Iterator[list[Any]]:
+def open_mirrors(names: Sequence[str], folder: Path, config: Mapping[str, object]) -> Iterator[list[Any]]:
     """Observers for these mirrors, closed at the end whatever happens."""
     check_mirrors(names)
     with ExitStack() as stack:

@@ -103,8 +103,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
             sentences.append(f"{run.name} has not been evaluated yet.")
         if run.evals and any(value is None for value in run.evals[-1].mean.values()):
             sentences.append(f"{run.name}: the last evaluation has no finite loss.")
-        if refused := run.summary.verdicts.get("refused"):
-            sentences.append(f"{run.name}: {refused:,} contributions were refused.")
+        if refusals := run.summary.verdicts.get("refused"):
+            sentences.append(f"{run.name}: {refusals:,} contributions were refused.")
         if run.journal.is_paused and run.summary.arrivals < (run.planned or 0):
             pause = run.journal.pauses[-1]
             sentences.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")

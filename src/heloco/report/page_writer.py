@@ -106,9 +106,9 @@ def _alignment_of(table: TableData) -> list[str]:
 
 def are_numbers(texts: Sequence[str]) -> bool:
     """Whether a column holds numbers, which stand on the right: '6.54 ± 0.02', '+1.2 %', '14,400', '–', but not '1,6,6'."""
-    filled = [text for text in texts if text.strip(" –—-")]
+    texts_shown = [text for text in texts if text.strip(" –—-")]
     number = r"[-+−±~<>≈]?\s?(\d{1,3}(,\d{3})+|\d+)?(\.\d+)?(:\d\d)*"
-    return bool(filled) and all(re.fullmatch(rf"(?=\D*\d){number}[^\d,]*(±.*|\(.*)?", text) for text in filled)
+    return bool(texts_shown) and all(re.fullmatch(rf"(?=\D*\d){number}[^\d,]*(±.*|\(.*)?", text) for text in texts_shown)
 
 
 def _inline_drawing(i: int, figure: Figure, path: Path) -> str:

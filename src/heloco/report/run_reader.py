@@ -113,10 +113,10 @@ class Run:
             if was_cut or (self._journal_tail is not None and self._journal_tail.was_cut()):
                 self._start()
             before = self._count_records()
-            self._read_on(self._tape_tail, self._arrived)
-            self._read_on(self._evals_tail, self._evaluated)
+            self._read_on(self._tape_tail, self._add_arrival)
+            self._read_on(self._evals_tail, self._add_evaluation)
             for event in self._journal_tail.more() if self._journal_tail is not None else ():
-                self._noted(event)
+                self._add_event(event)
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror}): give folders that you may read.") from error
         return self._count_records() != before
@@ -129,10 +129,10 @@ class Run:
             try:
                 take(record)
             except IndexError:
-                raise tail.edited("there is no such worker") from None
+                raise tail.line_error("there is no such worker") from None
 
-    def _arrived(self, record: ArrivalRecord) -> None:
-        self.summary.arrived(record)
+    def _add_arrival(self, record: ArrivalRecord) -> None:
+        self.summary.add_arrival(record)
         self.tape.append(record)
         if self.facts.is_external and record.verdict != "refused":
             self._add_milestone(record)
@@ -145,14 +145,14 @@ class Run:
             loss = sum(losses) / len(losses) if losses else None
             self.milestones.append(Milestone(record.arrival, record.outer_step, record.time_s, self.summary.units, loss))
 
-    def _noted(self, event: Event) -> None:
-        if refused := self.journal.follow(event):
+    def _add_event(self, event: Event) -> None:
+        if refusal := self.journal.follow(event):
             self.summary.verdicts["refused"] = self.summary.verdicts.get("refused", 0) + 1
-            self.summary.refused(*refused)
+            self.summary.add_refusal(*refusal)
 
-    def _evaluated(self, record: EvaluationRecord) -> None:
+    def _add_evaluation(self, record: EvaluationRecord) -> None:
         self.evals.append(record)
-        self.summary.evaluated(record)
+        self.summary.add_evaluation(record)
 
     # ---- what it says about itself
 

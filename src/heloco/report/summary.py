@@ -14,7 +14,7 @@ from heloco.records.tape import CASES, ArrivalRecord
 
 
 @dataclass(kw_only=True)
-class Contributions:
+class ContributionTotals:
     """Somebody's part in a run: a worker's, or a machine's."""
 
     arrivals: int = 0
@@ -40,7 +40,7 @@ class Contributions:
 
 
 @dataclass
-class WorkerSummary(Contributions):
+class WorkerSummary(ContributionTotals):
     """All that came from one worker."""
 
     pace_s: float
@@ -53,7 +53,7 @@ class WorkerSummary(Contributions):
 
 
 @dataclass
-class MachineSummary(Contributions):
+class MachineSummary(ContributionTotals):
     """All that came from one machine."""
 
     id: str
@@ -103,13 +103,13 @@ class RunSummary:
     def clock(self) -> str:
         return "real" if self.is_real else "virtual"
 
-    def arrived(self, record: ArrivalRecord) -> None:
+    def add_arrival(self, record: ArrivalRecord) -> None:
         worker = self.workers[record.worker]
         self.time_s = record.time_s
         self.outer_step = record.outer_step
         self.verdicts[record.verdict] = self.verdicts.get(record.verdict, 0) + 1
         if record.verdict == "refused":
-            self.refused(record.worker, record.machine)
+            self.add_refusal(record.worker, record.machine)
             return
         self.arrivals = record.arrival
         self.units += record.units
@@ -123,9 +123,9 @@ class RunSummary:
             for letter, name in CASES.items():
                 self.cases[name] += record.blocks.case.count(letter)
         if self.is_real:
-            self._contributed(worker, record)
+            self._add_machine_arrival(worker, record)
 
-    def _contributed(self, worker: WorkerSummary, record: ArrivalRecord) -> None:
+    def _add_machine_arrival(self, worker: WorkerSummary, record: ArrivalRecord) -> None:
         machine = self.machine(record.machine)
         machine.count(record)
         for contributions in (worker, machine):
@@ -142,12 +142,12 @@ class RunSummary:
         name = name_of(machine)
         return machine if sum(name_of(other) == name for other in self.machines) > 1 else name
 
-    def refused(self, worker: int, machine: str) -> None:
+    def add_refusal(self, worker: int, machine: str) -> None:
         self.workers[worker].refused += 1
         if machine:
             self.machine(machine).refused += 1
 
-    def evaluated(self, record: EvaluationRecord) -> None:
+    def add_evaluation(self, record: EvaluationRecord) -> None:
         self.first_eval = self.first_eval or record
         self.last_eval = record
 
@@ -155,7 +155,7 @@ class RunSummary:
         """Seconds per inner step: a simulation's are given, those of real machines are measured."""
         return worker.measured_s if self.is_real else worker.pace_s
 
-    def share(self, contributions: Contributions) -> float:
+    def share(self, contributions: ContributionTotals) -> float:
         return contributions.arrivals / self.arrivals if self.arrivals else 0.0
 
     def recent_share(self, machine: MachineSummary) -> float:
@@ -170,9 +170,9 @@ class RunSummary:
 def summarize(summary: RunSummary, tape: Iterable[ArrivalRecord], evaluations: Iterable[EvaluationRecord] = ()) -> RunSummary:
     """Adds a tape and evaluations to a summary."""
     for arrival in tape:
-        summary.arrived(arrival)
+        summary.add_arrival(arrival)
     for evaluation in evaluations:
-        summary.evaluated(evaluation)
+        summary.add_evaluation(evaluation)
     return summary
 
 

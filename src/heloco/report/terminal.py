@@ -42,15 +42,15 @@ class Progress:
         self._began = time.monotonic()
         self._begun_at = summary.arrivals
 
-    def arrived(self, record: ArrivalRecord) -> None:
-        self.summary.arrived(record)
+    def on_arrival(self, record: ArrivalRecord) -> None:
+        self.summary.add_arrival(record)
         if record.verdict == "refused":
             self.console.print(f"[yellow]worker {record.worker}'s contribution was refused: {record.reason}[/]")
         if self.live:
             self.live.update(self.panel())
 
-    def evaluated(self, record: EvaluationRecord) -> None:
-        self.summary.evaluated(record)
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        self.summary.add_evaluation(record)
         if self.live:
             self.live.update(self.panel())
         else:
@@ -108,7 +108,7 @@ def _loss(summary: RunSummary) -> str:
 
 
 @contextmanager
-def showing(progress: Progress) -> Iterator[Progress]:
+def show_progress(progress: Progress) -> Iterator[Progress]:
     if not progress.console.is_terminal:
         yield progress
         return
@@ -159,13 +159,13 @@ def workers_table(summary: RunSummary) -> Table:
     table = Table(title="Workers", title_justify="left", caption=MEASURED if summary.is_real else None, caption_justify="left")
     for name in ("worker", "pace", "arrivals", "share", "mean staleness", "max", "share of movement"):
         table.add_column(name, justify="left" if name == "worker" else "right")
-    refused = any(w.refused for w in summary.workers)
-    if refused:
+    has_refusals = any(w.refused for w in summary.workers)
+    if has_refusals:
         table.add_column("refused", justify="right")
 
     def row(i: int, w: WorkerSummary) -> list[str]:
         cells = [str(i), pace(summary, w), str(w.arrivals), f"{summary.share(w):.1%}", f"{w.mean_staleness:.2f}"]
-        return [*cells, str(w.max_staleness), f"{summary.movement_share(w):.1%}", *([str(w.refused)] if refused else [])]
+        return [*cells, str(w.max_staleness), f"{summary.movement_share(w):.1%}", *([str(w.refused)] if has_refusals else [])]
 
     for i, worker in enumerate(summary.workers):
         table.add_row(*row(i, worker))
@@ -176,16 +176,16 @@ def contributions_table(summary: RunSummary) -> Table:
     """Of a real run: what each machine brought, and whether it still does."""
     caption = f"lately: of the last {len(summary.recent)} arrivals"
     table = Table(title="Machines", title_justify="left", caption=caption, caption_justify="left")
-    refused = any(machine.refused for machine in summary.machines.values())
+    has_refusals = any(machine.refused for machine in summary.machines.values())
     names = ("machine", "workers", "arrivals", "share", "lately", "last at", "stale", "pace")
-    for name in (*names, *(["refused"] if refused else [])):
+    for name in (*names, *(["refused"] if has_refusals else [])):
         table.add_column(name, justify="left" if name in ("machine", "workers") else "right")
     for _, machine in sorted(summary.machines.items()):
         measured = "–" if machine.measured_s is None else f"{machine.measured_s:.3g} s"
         last = "–" if machine.last_s is None else duration(machine.last_s)
         cells = [summary.label(machine.id), ", ".join(map(str, sorted(machine.workers))), str(machine.arrivals)]
         cells += [f"{summary.share(machine):.1%}", f"{summary.recent_share(machine):.1%}", last]
-        cells += [f"{machine.mean_staleness:.2f}", measured, *([str(machine.refused)] if refused else [])]
+        cells += [f"{machine.mean_staleness:.2f}", measured, *([str(machine.refused)] if has_refusals else [])]
         table.add_row(*map(Text, cells))
     return table
 

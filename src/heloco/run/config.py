@@ -210,7 +210,7 @@ DERIVED: dict[str, tuple[str, ...]] = {
 def deciding_settings(config: RunConfig) -> dict[str, Settings]:
     """What decides the result of a run, by section: all settings that are set, but for [cluster] and those without an effect."""
     idle = set(GUARD) if config.outer.norm_limit == "off" else set()
-    idle_sections = {"cluster"} | (set() if config.links.changed else {"links"})
+    idle_sections = {"cluster"} | (set() if config.links.changed_options else {"links"})
     return {
         section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}
         for section, values in by_section(config).items()

@@ -60,35 +60,35 @@ def with_fields(config: RunConfig, values: Mapping[str, object]) -> RunConfig:
     for name in values:
         if name not in types:
             raise UserError(f"There is no setting {name!r}; {nearest(name, list(types))}")
-    converted = {name: convert(name, value, types[name]) for name, value in values.items()}
-    knobs = {name: value for name, value in converted.items() if name not in FIELDS}
+    settings = {name: convert(name, value, types[name]) for name, value in values.items()}
+    knobs = {name: value for name, value in settings.items() if name not in FIELDS}
     if knobs:
         config = replace(config, outer=replace(config.outer, knobs={**config.outer.knobs, **knobs}))
     for section in SECTIONS:
-        changes = {name: value for name, value in converted.items() if FIELDS.get(name) == section}
+        changes = {name: value for name, value in settings.items() if FIELDS.get(name) == section}
         if changes:
             config = replace(config, **{section: replace(getattr(config, section), **changes)})
     return config
 
 
-def with_recipe(name: str, chosen: Settings, *, is_real: bool = False) -> Settings:
+def with_recipe(name: str, settings: Settings, *, is_real: bool = False) -> Settings:
     """The chosen settings, and the recipe's where nothing was chosen and they fit. `is_real`: for a run on real machines."""
     if name not in RECIPES:
         raise UserError(f"There is no recipe {name!r}; {nearest(name, list(RECIPES))}")
     recipe = RECIPES[name]
-    fitting = without_derived(recipe, [setting for setting in chosen if chosen[setting] != ""])
+    fitting = without_derived(recipe, [setting for setting in settings if settings[setting] != ""])
     values = {"lr": recipe["lr"]} if "lr" in recipe else {}  # it is the recipe's own, not derived from its model
-    values |= fitting | chosen
+    values |= fitting | settings
     keeps_state = convert("keep_state", values.get("keep_state", False), bool)
     if is_real or not keeps_state or values.get("inner_optimizer") == "sgd":
-        values = _without_unchosen("second_moment", values, chosen)
+        values = _without_unchosen("second_moment", values, settings)
     if values.get("task") == "external":  # each machine has its own data
-        values = _without_unchosen("assign", values, chosen)
+        values = _without_unchosen("assign", values, settings)
     return values
 
 
-def _without_unchosen(name: str, values: Settings, chosen: Settings) -> Settings:
-    return {setting: value for setting, value in values.items() if setting != name or setting in chosen}
+def _without_unchosen(name: str, values: Settings, settings: Settings) -> Settings:
+    return {setting: value for setting, value in values.items() if setting != name or setting in settings}
 
 
 # ---- TOML

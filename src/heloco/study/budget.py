@@ -83,10 +83,10 @@ def _fixed_tokens(budget: Budget, spec: TableSpec, variant: str) -> TableData:
 
     def line(row: str | None) -> list[Cell]:
         losses = {m: stat(budget.mean_losses(m) if row is None else budget.losses(row, m)) for m in methods}
-        ranked = sorted(loss.mean for loss in losses.values() if loss)
+        means = sorted(loss.mean for loss in losses.values() if loss)
         cells = [Cell(row or f"mean of {len(budget.rows)} rows")]
         for method, loss in losses.items():
-            tone: Tone = "" if not loss or len(ranked) < 2 else _rank(loss.mean, ranked)
+            tone: Tone = "" if not loss or len(means) < 2 else _rank(loss.mean, means)
             cells.append(_cell_with_paper(loss, _paper_mean(budget, row, method), 3, tone))
         for other in budget.against:
             cells.append(_gain_cell(budget, row, variant, other, "gain"))
@@ -119,8 +119,8 @@ def _fixed_time(budget: Budget, spec: TableSpec, variant: str) -> TableData:
     return TableData(f"{spec.title}, fixed time: {variant}", header, [line(row) for row in budget.rows], caption)
 
 
-def _rank(mean: float, ranked: Sequence[float]) -> Tone:
-    return "best" if mean == ranked[0] else "worst" if mean == ranked[-1] else ""
+def _rank(mean: float, means: Sequence[float]) -> Tone:
+    return "best" if mean == means[0] else "worst" if mean == means[-1] else ""
 
 
 def _cell_with_paper(loss: Stat | None, paper: float | None, digits: int, tone: Tone = "") -> Cell:
@@ -174,7 +174,7 @@ def order_table(results: Results, spec: TableSpec) -> TableData:
     budget = budget_of(results, spec)
     if not budget.against or not budget.variants:
         return TableData(spec.title, ["paces"], [])
-    header, agreed = ["paces", "the paper's"], dict.fromkeys(budget.variants, 0)
+    header, agreements = ["paces", "the paper's"], dict.fromkeys(budget.variants, 0)
     header += [text for variant in budget.variants for text in (f"ours, {variant}", "agrees")]
     lines = []
     for row in budget.rows:
@@ -182,10 +182,10 @@ def order_table(results: Results, spec: TableSpec) -> TableData:
         line = [Cell(row), Cell(" < ".join(papers) or "–")]
         for variant in budget.variants:
             ours, theirs = budget.order(row, variant), budget.papers_order(row, variant)
-            agreed[variant] += ours == theirs
+            agreements[variant] += ours == theirs
             line += [Cell(" < ".join(ours)), Cell("yes" if ours == theirs else "no", tone="good" if ours == theirs else "bad")]
         lines.append(line)
-    counts = ", ".join(f"{variant} in {count} of {len(budget.rows)} rows" for variant, count in agreed.items())
+    counts = ", ".join(f"{variant} in {count} of {len(budget.rows)} rows" for variant, count in agreements.items())
     caption = f"{spec.caption} From the lowest final loss to the highest. The order agrees with the paper's: {counts}.".strip()
     return TableData(spec.title, header, lines, caption)
 

@@ -33,7 +33,7 @@ class StudyDisplay(AbstractContextManager["StudyDisplay"]):
     def __exit__(self, *error: Any) -> None:
         (self._bar or nullcontext()).__exit__(*error)
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         elapsed_s = time.monotonic() - self._began
         self.time_left = f"{duration(elapsed_s / steps_done * (steps_total - steps_done))} left" if steps_done else ""
         if self._bar and self._task is not None:
@@ -58,12 +58,12 @@ def list_table() -> Table:
         table.add_column(name, justify="left" if name in ("study", "what it shows") else "right")
     earlier_keys: set[str] = set()
     for name in names():
-        chosen = load_study(name)
-        runs = {digest(place.config, ""): place.config for place in grid(chosen, scale="paper", seeds=1)}
+        described_study = load_study(name)
+        runs = {digest(place.config, ""): place.config for place in grid(described_study, scale="paper", seeds=1)}
         new = {key: config for key, config in runs.items() if key not in earlier_keys}
         earlier_keys |= new.keys()
         steps = sum(map(total_steps, new.values()))
-        shape = f"{len(chosen.rows)} × {len(chosen.methods)}"
-        table.add_row(name, chosen.title, shape, str(len(runs)), str(len(new)), f"{steps:,}")
+        shape = f"{len(described_study.rows)} × {len(described_study.methods)}"
+        table.add_row(name, described_study.title, shape, str(len(runs)), str(len(new)), f"{steps:,}")
     table.caption = "Inner steps: of the runs not in the studies above, 256 tokens each. Finished runs are kept and shared."
     return table

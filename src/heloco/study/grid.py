@@ -12,7 +12,7 @@ from heloco.policy import inner_steps
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import RECIPES, Settings, deciding_settings
 from heloco.run.values import convert
-from heloco.study.spec import Part, Study
+from heloco.study.spec import GridPart, Study
 
 FORMAT = 1
 """Of a kept run. Part of its digest: raise it when the same config would give another run, or a run another record."""
@@ -74,7 +74,7 @@ def grid(
     ]
 
 
-def pick_parts(parts: Mapping[str, Part], names: Sequence[str], what: str, study: Study) -> list[Part]:
+def pick_parts(parts: Mapping[str, GridPart], names: Sequence[str], what: str, study: Study) -> list[GridPart]:
     """The parts of these names, in the study's order; all where none was asked for."""
     for name in names:
         if name not in parts:
@@ -82,7 +82,7 @@ def pick_parts(parts: Mapping[str, Part], names: Sequence[str], what: str, study
     return [part for name, part in parts.items() if not names or name in names]
 
 
-def _place(study: Study, scale: str, row: Part, method: Part, settings: Mapping[str, object]) -> Place:
+def _place(study: Study, scale: str, row: GridPart, method: GridPart, settings: Mapping[str, object]) -> Place:
     values = {**_settings(study, scale), **row.at(scale), **method.at(scale), **settings}
     config = _resolved(values)
     run, stretch = once_for_all_paces(config, every_round="eval_every" not in method.at(scale))
@@ -112,12 +112,12 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
     """
     rounds, run = config.rounds, config.run
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
-    missing, arrivals = run.arrivals * rounds.inner_steps, 0
-    longest = -(-missing // min(steps))
+    steps_left, arrivals = run.arrivals * rounds.inner_steps, 0
+    longest = -(-steps_left // min(steps))
     barrier = get_method(config.outer.method).barrier
     events = planned_arrivals(config, longest)
-    while missing > 0:
-        missing, arrivals = missing - next(events)[1].inner_steps, arrivals + 1
+    while steps_left > 0:
+        steps_left, arrivals = steps_left - next(events)[1].inner_steps, arrivals + 1
     if barrier:  # a round that not all have handed in would count for nothing
         arrivals = -(-arrivals // len(steps)) * len(steps)
     every = round(run.eval_every * arrivals / run.arrivals)

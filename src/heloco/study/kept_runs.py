@@ -66,10 +66,10 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.verdict == "finished"
 
 
-def make_record(config: RunConfig, task_digest: str, collected: Collector, diverged: str = "") -> RunRecord:
+def make_record(config: RunConfig, task_digest: str, collector: Collector, diverged: str = "") -> RunRecord:
     """The record of a run that has just ended; `diverged` says why it did not get to its end."""
-    summary = summarize(RunSummary(config.rounds.paces), collected.tape)
-    evals = collected.evals
+    summary = summarize(RunSummary(config.rounds.paces), collector.tape)
+    evals = collector.evals
     last = evals[-1].scores
     curve = Curve(
         [record.arrival for record in evals],

@@ -41,14 +41,14 @@ class Plan:
     def places_of(self, name: str) -> list[Place]:
         return [place for place, digest in zip(self.places, self.digests, strict=True) if digest == name]
 
-    def missing(self, store: RunStore) -> list[PlannedRun]:
+    def find_missing(self, store: RunStore) -> list[PlannedRun]:
         return [run for name, run in self.runs.items() if store.read(name) is None]
 
     def results(self, store: RunStore) -> Results:
         """The filled grid; every run must be there."""
         records = {name: store.read(name) for name in self.runs}
-        filled = [(place, records[name]) for place, name in zip(self.places, self.digests, strict=True)]
-        return Results(self.study, self.scale, [(place, record) for place, record in filled if record is not None])
+        records_of_places = [(place, records[name]) for place, name in zip(self.places, self.digests, strict=True)]
+        return Results(self.study, self.scale, [(place, record) for place, record in records_of_places if record is not None])
 
 
 def make_plan(
@@ -106,7 +106,7 @@ def _check_sources(study: Study, place: Place, task: Task) -> None:
 class Display(Protocol):
     """What shows how far a study is: a progress bar, for one."""
 
-    def progressed(self, steps_done: int, steps_total: int) -> None: ...
+    def on_progress(self, steps_done: int, steps_total: int) -> None: ...
     def show_run(self, places: Sequence[Place], record: RunRecord) -> None: ...
 
 
@@ -114,7 +114,7 @@ class Display(Protocol):
 class Silent:
     """A display that shows nothing."""
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
         pass
 
     def show_run(self, places: Sequence[Place], record: RunRecord) -> None:
@@ -129,18 +129,18 @@ class _Keeper:
     store: RunStore
     display: Display
 
-    def progressed(self, steps_done: int, steps_total: int) -> None:
-        self.display.progressed(steps_done, steps_total)
+    def on_progress(self, steps_done: int, steps_total: int) -> None:
+        self.display.on_progress(steps_done, steps_total)
 
-    def finished(self, key: str, collected: Collector) -> None:
-        self._keep(key, collected, "")
+    def on_finish(self, key: str, collector: Collector) -> None:
+        self._keep(key, collector, "")
 
-    def diverged(self, key: str, reason: str, collected: Collector) -> None:
-        self._keep(key, collected, reason or "for no stated reason")
+    def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
+        self._keep(key, collector, reason or "for no stated reason")
 
-    def _keep(self, key: str, collected: Collector, reason: str) -> None:
+    def _keep(self, key: str, collector: Collector, reason: str) -> None:
         run = self.plan.runs[key]
-        record = make_record(run.config, run.task.digest, collected, reason)
+        record = make_record(run.config, run.task.digest, collector, reason)
         assert record.digest == key
         self.store.write(record)
         self.display.show_run(self.plan.places_of(key), record)
@@ -152,9 +152,9 @@ def carry_out(
     *,
     device: torch.device,
     display: Display | None = None,
-    stopping: Callable[[], bool] = lambda: False,
+    is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
     """Makes the missing runs. They are given seed by seed: whoever stops early has whole tables of fewer seeds."""
-    missing = plan.missing(store)
-    if missing:
-        run_fleet(missing, _Keeper(plan, store, display or Silent()), device=device, stopping=stopping)
+    missing_runs = plan.find_missing(store)
+    if missing_runs:
+        run_fleet(missing_runs, _Keeper(plan, store, display or Silent()), device=device, is_stopping=is_stopping)

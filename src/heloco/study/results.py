@@ -78,10 +78,10 @@ class PlacedRun:
 class Results:
     """The runs of a study by row, method and seed, with the statistics that tables and figures show."""
 
-    def __init__(self, study: Study, scale: str, filled: Sequence[tuple[Place, RunRecord]]) -> None:
+    def __init__(self, study: Study, scale: str, records_of_places: Sequence[tuple[Place, RunRecord]]) -> None:
         self.study = study
         self.scale = scale
-        self.runs = {place.name: PlacedRun(place, record) for place, record in filled}
+        self.runs = {place.name: PlacedRun(place, record) for place, record in records_of_places}
         self.rows = [row for row in study.rows if any(name[0] == row for name in self.runs)]
         self.methods = [method for method in study.methods if any(name[1] == method for name in self.runs)]
         self.seeds = sorted({seed for _, _, seed in self.runs})

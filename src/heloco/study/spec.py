@@ -35,7 +35,7 @@ PAPERS_NAME = {"heloco-ramp": "heloco"}
 
 
 @dataclass(frozen=True)
-class Part:
+class GridPart:
     """A row or a method of the grid."""
 
     name: str
@@ -99,8 +99,8 @@ class Study:
     about: str
     settings: Mapping[str, object]
     small: Mapping[str, object]
-    rows: Mapping[str, Part]
-    methods: Mapping[str, Part]
+    rows: Mapping[str, GridPart]
+    methods: Mapping[str, GridPart]
     paper: Mapping[str, Any]
     tables: Sequence[TableSpec]
     figures: Sequence[FigureSpec]
@@ -170,7 +170,7 @@ def _study(name: str, text: str, where: str) -> Study:
     return study
 
 
-def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, Part]:
+def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, GridPart]:
     parts = {}
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("small", {}), dict):
@@ -181,7 +181,7 @@ def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, Part
         settings = {key: value for key, value in entry.items() if key not in ("small", "seeds", partners)}
         if partners == "rows":
             settings.setdefault("method", name)
-        parts[name] = Part(name, settings, entry.get("small", {}), tuple(entry.get(partners, ())), seeds)
+        parts[name] = GridPart(name, settings, entry.get("small", {}), tuple(entry.get(partners, ())), seeds)
     return parts
 
 
@@ -202,9 +202,9 @@ def _built(kind: Any, entries: Any, where: str) -> Any:
             if choices and item not in choices:
                 raise UserError(f"{where}: {key} cannot be {item!r}; {nearest(str(item), list(choices))}")
     required = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    missing = [name for name in required if name not in entries]
-    if missing:
-        raise UserError(f"{where} has no {missing[0]}: give one.")
+    missing_entries = [name for name in required if name not in entries]
+    if missing_entries:
+        raise UserError(f"{where} has no {missing_entries[0]}: give one.")
     return kind(**entries)
 
 

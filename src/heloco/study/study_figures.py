@@ -40,8 +40,8 @@ def _along(results: Results, spec: FigureSpec, axis: Axis) -> list[str]:
         count = len(results.sources)
         numbered = [results.sources[s] for s in spec.sources if isinstance(s, int) and -count <= s < count]
         return [s for s in results.sources if not spec.sources or s in numbered or s in spec.sources]
-    names, chosen = (results.rows, spec.rows) if axis == "rows" else (results.methods, spec.methods)
-    return [name for name in names if not chosen or name in chosen]
+    names, selected_names = (results.rows, spec.rows) if axis == "rows" else (results.methods, spec.methods)
+    return [name for name in names if not selected_names or name in selected_names]
 
 
 def _line(results: Results, spec: FigureSpec, along: Mapping[str, list[str]], at: Mapping[str, str]) -> Line | None:

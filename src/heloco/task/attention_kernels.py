@@ -16,11 +16,11 @@ import triton.language as tl
 
 @triton.jit
 def _product(a, b):
-    return tl.dot(_rounded(a), _rounded(b), input_precision="tf32")
+    return tl.dot(_round_product(a), _round_product(b), input_precision="tf32")
 
 
 @triton.jit
-def _rounded(x):
+def _round_product(x):
     """To the nearest number of TF32, half away from zero."""
     return ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
 

@@ -46,8 +46,8 @@ def _trains(x: Tensor, words: Tensor) -> bool:
 @functools.cache
 def stages(device: torch.device) -> int:
     """How many tiles ahead the gradient's kernel can load on this device; 0: it does not fit there."""
-    held: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return max((count for count, needed in SHARED_BYTES.items() if needed <= held), default=0)
+    shared_memory_bytes: int = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return max((count for count, bytes_needed in SHARED_BYTES.items() if bytes_needed <= shared_memory_bytes), default=0)
 
 
 class FusedCrossEntropy(torch.autograd.Function):

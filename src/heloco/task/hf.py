@@ -82,8 +82,8 @@ class HFModel:
 
     def _check_complete(self, loaded: Mapping[str, Any]) -> None:
         """transformers would draw what is missing at random."""
-        if missing := sorted(loaded["missing_keys"]):
-            names = ", ".join(missing[:3]) + (", …" if missing[3:] else "")
+        if missing_keys := sorted(loaded["missing_keys"]):
+            names = ", ".join(missing_keys[:3]) + (", …" if missing_keys[3:] else "")
             raise UserError(f"The weights of {self.source} lack {names}: save a whole AutoModelForCausalLM there.")
 
     @torch.no_grad()

@@ -116,8 +116,8 @@ class LanguageTask:
 
     def _at_once(self, model: nn.Module) -> int:
         """Windows per piece: many where the logits are never held."""
-        held = min(EVAL_BATCH_TOKENS, EVAL_BATCH_LOGITS // self.model_config.vocab_size)
-        tokens = EVAL_BATCH_TOKENS * 32 if _fused_head(model) else held
+        batch_tokens = min(EVAL_BATCH_TOKENS, EVAL_BATCH_LOGITS // self.model_config.vocab_size)
+        tokens = EVAL_BATCH_TOKENS * 32 if _fused_head(model) else batch_tokens
         return max(1, tokens // self.context)
 
 

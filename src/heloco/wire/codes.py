@@ -138,11 +138,11 @@ def _power_codes(quotients: Tensor, random: Tensor | None) -> Tensor:
 def _noise(seed: int, first: int, like: Tensor) -> Tensor:
     """A number in [0, 1) of 24 random bits for each element, which follows from the seed and the element's place."""
     places = torch.arange(first, first + like.numel(), device=like.device)
-    high = _mixed((places >> 32) ^ seed)
-    return ((_mixed((places & 0xFFFFFFFF) ^ high) >> 8).float() * 2.0**-24).view(like.shape)
+    high = _mix_bits((places >> 32) ^ seed)
+    return ((_mix_bits((places & 0xFFFFFFFF) ^ high) >> 8).float() * 2.0**-24).view(like.shape)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     """A hash of 32 bits, in int64 because torch has few operations for uint32."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF

@@ -228,7 +228,7 @@ def read_block(format: Format, kind: str, index: int, tensors: Mapping[str, Tens
     return format.block([tensors[name] for name in names if name in tensors], shape)
 
 
-def decoded(block: Tensor | CodedBlock, device: torch.device) -> Tensor:
+def decode_block(block: Tensor | CodedBlock, device: torch.device) -> Tensor:
     """A block as a tensor on the device where its codes are."""
     if isinstance(block, Tensor):
         return block

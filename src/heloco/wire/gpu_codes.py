@@ -16,7 +16,7 @@ TO_WHOLE = 12582912.0
 
 
 @triton.jit
-def _mixed(x):
+def _mix_bits(x):
     x = (x ^ (x >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) * tl.full((), 0x846CA68B, tl.uint32)
     return x ^ (x >> 16)
@@ -25,8 +25,8 @@ def _mixed(x):
 @triton.jit
 def _noise(seed, place):
     """24 random bits as a number in [0, 1)."""
-    high = _mixed((place >> 32).to(tl.uint32) ^ seed)
-    return (_mixed(place.to(tl.uint32) ^ high) >> 8).to(tl.float32) * 5.9604644775390625e-08
+    high = _mix_bits((place >> 32).to(tl.uint32) ^ seed)
+    return (_mix_bits(place.to(tl.uint32) ^ high) >> 8).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit

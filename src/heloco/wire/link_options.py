@@ -55,7 +55,7 @@ class LinkOptions:
                 raise UserError(f"latency_s has {latency}: give seconds ≥ 0.")
 
     @property
-    def changed(self) -> list[str]:
+    def changed_options(self) -> list[str]:
         """The settings that are not at their defaults."""
         default = LinkOptions()
         return [each.name for each in fields(self) if getattr(self, each.name) != getattr(default, each.name)]

@@ -9,7 +9,7 @@ function of B and D, computed by both sides to the bit. What Q leaves out of D i
 from torch import Tensor
 
 from heloco.outer.kernels.windows import CodedBlock
-from heloco.wire.formats import Format, decoded, wide
+from heloco.wire.formats import Format, decode_block, wide
 
 
 def encode_difference(format: Format, new: Tensor, base: Tensor) -> tuple[Tensor, ...]:
@@ -19,5 +19,5 @@ def encode_difference(format: Format, new: Tensor, base: Tensor) -> tuple[Tensor
 
 def add_difference(base: Tensor, difference: Tensor | CodedBlock) -> Tensor:
     """The block that the difference leads to, as a new tensor in the dtype of the base."""
-    moved = base.to(wide(base.dtype)) + decoded(difference, base.device).to(wide(base.dtype))
-    return moved.to(base.dtype)
+    new_start = base.to(wide(base.dtype)) + decode_block(difference, base.device).to(wide(base.dtype))
+    return new_start.to(base.dtype)

@@ -48,7 +48,7 @@ class RunEnded(Exception):
         self.ended = Ended(kind=kind, text=text)
 
 
-class StopRequested(Exception):
+class MachineStopRequested(Exception):
     """This machine was asked to stop while the run could not be reached."""
 
 
@@ -88,7 +88,7 @@ class RunClient:
         patience_s: float = 3600.0,
         returning: Ticket | None = None,
         keep_ticket: Callable[[Ticket], Any] = lambda _: None,
-        stopping: Callable[[], Any] = lambda: False,
+        is_stopping: Callable[[], Any] = lambda: False,
         evaluate: Callable[[dict[str, Tensor]], Scores] | None = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
@@ -96,7 +96,7 @@ class RunClient:
         `returning`: the ticket of an earlier process. `keep_ticket` is called with the current ticket. `evaluate`: a function
         that evaluates a model; with it, this machine offers to do that between its rounds."""
         self.link, self.name, self.layout = link, name, layout
-        self.patience_s, self.stopping, self.tell = patience_s, stopping, tell
+        self.patience_s, self.is_stopping, self.tell = patience_s, is_stopping, tell
         self.steps = 0
         """Inner steps of the current round that are done."""
         self.obsolete: Obsolete | None = None
@@ -106,7 +106,7 @@ class RunClient:
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate = evaluate
-        self._held: RoundKey | None = None
+        self._round_key: RoundKey | None = None
         self._lock = threading.Lock()
         self._is_leaving = threading.Event()
         self._beats: threading.Thread | None = None
@@ -167,9 +167,9 @@ class RunClient:
 
     # ---- rounds
 
-    def take(self, stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
-        """The next round; None if `stopping` becomes true first."""
-        while not stopping():
+    def take(self, is_stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
+        """The next round; None if `is_stopping` becomes true first."""
+        while not is_stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
             answer = self._next_round(wait_s)
             self.waiting = answer if isinstance(answer, Wait) else None
@@ -214,7 +214,7 @@ class RunClient:
 
     def _hold(self, key: RoundKey | None) -> None:
         with self._lock:
-            self.steps, self.obsolete, self._held = 0, None, key
+            self.steps, self.obsolete, self._round_key = 0, None, key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
         """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
@@ -283,21 +283,21 @@ class RunClient:
             if reason != last_reason:
                 self.tell(f"{reason} Trying again.")
                 last_reason = reason
-            if self._is_leaving.wait(pause_after(waited_s)) or self.stopping():
-                raise StopRequested(reason)
+            if self._is_leaving.wait(pause_after(waited_s)) or self.is_stopping():
+                raise MachineStopRequested(reason)
 
     # ---- signs of life
 
     def _beat(self) -> None:
         while not self._is_leaving.wait(self.joined.beat_s):
-            held = self._held
+            round_key = self._round_key
             try:
                 answer = self.link.beat(self.joined.ticket, self.steps)
             except (LinkDown, Refused):
                 continue  # the next request will find out
             with self._lock:
-                if held is not None and held == self._held:  # otherwise the answer is about another round
-                    self.obsolete = why_obsolete(answer, held)
+                if round_key is not None and round_key == self._round_key:  # otherwise the answer is about another round
+                    self.obsolete = why_obsolete(answer, round_key)
 
 
 def pause_after(waited_s: float) -> float:
@@ -305,17 +305,17 @@ def pause_after(waited_s: float) -> float:
     return min(PAUSE_LIMIT_S, max(FIRST_PAUSE_S, PAUSE_SHARE * waited_s))
 
 
-def _raise_if_ended(refused: Refused) -> None:
-    if refused.refusal.end is not None:
-        raise RunEnded(refused.refusal.end, refused.text) from None
+def _raise_if_ended(error: Refused) -> None:
+    if error.refusal.end is not None:
+        raise RunEnded(error.refusal.end, error.text) from None
 
 
-def why_obsolete(answer: BeatAnswer, held: RoundKey) -> Obsolete | None:
+def why_obsolete(answer: BeatAnswer, round_key: RoundKey) -> Obsolete | None:
     """What a beat's answer says about the round that this machine works on."""
     if answer.ended is not None and answer.ended.kind != "failed":
         return Obsolete("ended", f"the run has ended: {answer.ended.text}")
     if answer.too_stale:
         return Obsolete("too-stale", "its contribution would arrive too late to be used")
-    if answer.round != held:
+    if answer.round != round_key:
         return Obsolete("not-held", "it was given to another machine")
     return None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from heloco.cluster.client.machine_identity import MachineIdentity
-from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded, Scores, StopRequested, TakenRound
+from heloco.cluster.client.run_client import MachineStopRequested, NotHeld, RunClient, RunEnded, Scores, TakenRound
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, RunInfo
 from heloco.errors import UserError
@@ -108,7 +108,7 @@ class Worker:
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
-            link, name, returning=identity.ticket, keep_ticket=identity.keep, stopping=lambda: self.stop_requested is not None,
+            link, name, returning=identity.ticket, keep_ticket=identity.keep, is_stopping=lambda: self.stop_requested is not None,
             tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
         )  # fmt: skip
         outcome = "nothing was under way"
@@ -122,7 +122,7 @@ class Worker:
                     break
             client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}): {outcome}."
-        except StopRequested:
+        except MachineStopRequested:
             client.leave(self.stop_requested or "")
             return f"Left the run ({self.stop_requested}), which is out of reach: it will give what was under way to another."
         except RunEnded as end:

@@ -10,5 +10,5 @@ from heloco.errors import UserError
 
 
 def check_parts(*names: str) -> None:
-    if missing := [name for name in names if find_spec(name) is None]:
-        raise UserError(f'The HTTPS gateway needs {" and ".join(missing)}: pip install "heloco[cluster]"')
+    if missing_modules := [name for name in names if find_spec(name) is None]:
+        raise UserError(f'The HTTPS gateway needs {" and ".join(missing_modules)}: pip install "heloco[cluster]"')

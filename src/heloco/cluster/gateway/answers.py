@@ -33,12 +33,12 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(encode(content), status, {"cache-control": "no-store", **(headers or {})}, "application/json")
 
 
-def refusal(request: Request, refused: Refused) -> Response:
+def refusal(request: Request, error: Refused) -> Response:
     closing = {"connection": "close"} if unread(request.scope) > DISCARDED else {}
-    return reply(refused.refusal, STATUS.get(refused.code, 409), closing)
+    return reply(error.refusal, STATUS.get(error.code, 409), closing)
 
 
-def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
+def guard_handler(handler: Handler, rights: tuple[Right, ...]) -> Handler:
     """A handler for tokens with one of the rights, which turns every error into a refusal."""
 
     async def endpoint(request: Request) -> Any:
@@ -47,8 +47,8 @@ def guarded(handler: Handler, rights: tuple[Right, ...]) -> Handler:
             if token.right not in rights:
                 raise Refused(RefusalCode.RIGHT, f"A {token.right}'s token does not allow this: it takes {' or '.join(rights)}.")
             return await handler(request)
-        except Refused as refused:
-            return refusal(request, refused)
+        except Refused as error:
+            return refusal(request, error)
         except (UserError, RunStopped) as error:
             return refusal(request, Refused(RefusalCode.FAILED, str(error)))
         except ClientDisconnect:

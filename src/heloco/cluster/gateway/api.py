@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from heloco.cluster.gateway.answers import Handler, OnePath, guarded, reply
+from heloco.cluster.gateway.answers import Handler, OnePath, guard_handler, reply
 from heloco.cluster.gateway.auth import TOKEN, Buckets, header
 from heloco.cluster.gateway.bodies import LARGE, SMALL, FileBody, Zeros, begin_of, discard, message, take_in
 from heloco.cluster.gateway.calls import ANSWER_S, Calls, Changes
@@ -124,7 +124,7 @@ class Api:
             ("GET", "/probe", ANYBODY, self.probe_down),
             ("POST", "/probe", ANYBODY, self.probe_up),
         ]
-        return [OnePath(f"/v1{path}", guarded(handler, rights), [method]) for method, path, rights, handler in paths]
+        return [OnePath(f"/v1{path}", guard_handler(handler, rights), [method]) for method, path, rights, handler in paths]
 
     def open(self) -> None:
         """Called in the loop before the first request."""
@@ -265,8 +265,8 @@ class Api:
             change = self._changes.next()
             try:
                 answer = await self.calls.call_locked(self.service.next, ticket, body.evaluates)
-            except Refused as refused:
-                if refused.code is not RefusalCode.BUSY:
+            except Refused as error:
+                if error.code is not RefusalCode.BUSY:
                     raise
                 answer = m.Wait(kind="busy", text="the synchronizer is busy")
             left_s = until - time.monotonic()

@@ -97,13 +97,13 @@ class Connection(asyncio.BufferedProtocol):
 
     async def serve(self, app: App, scope: Scope, receive: Receive, send: Send) -> None:
         scope["extensions"] = {**scope.get("extensions", {}), ADMIT: self._admit}
-        send = completing(send)
+        send = complete_answer(send)
         if self._visitor.is_admitted:
-            send = closing_unauthorized(send)
+            send = close_unauthorized(send)
         if scope["method"] == "HEAD":
             send = without_body(send)
         if unread(scope) and any(name == b"expect" for name, _ in scope["headers"]):
-            receive, send = closing_unread(receive, send)
+            receive, send = close_unread(receive, send)
         await app(scope, receive, send)
 
     def _admit(self) -> bool:
@@ -126,7 +126,7 @@ class Connection(asyncio.BufferedProtocol):
         self._transport.close()
 
 
-def completing(send: Send) -> Send:
+def complete_answer(send: Send) -> Send:
     """Ends an answer with its last byte. A client that has all bytes may send the next request before the app has said that the
     answer is complete."""
     remaining, is_over = -1, False
@@ -163,21 +163,21 @@ def without_body(send: Send) -> Send:
     return sending
 
 
-def closing_unauthorized(send: Send) -> Send:
+def close_unauthorized(send: Send) -> Send:
     """For a connection that is admitted: when its credentials are no longer good, it must come again as
     a stranger, because it has a place that only machines may have."""
 
     async def sending(message: Any) -> None:
-        await send(_closing(message) if message.get("status") == 401 else message)
+        await send(_close_connection(message) if message.get("status") == 401 else message)
 
     return sending
 
 
-def _closing(message: Any) -> Any:
+def _close_connection(message: Any) -> Any:
     return {**message, "headers": [*message["headers"], (b"connection", b"close")]}
 
 
-def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
+def close_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
     """For "Expect: 100-continue": a client that gets its answer before 100 Continue may send the body
     or not. So the next bytes could be anything, and the connection must end."""
     is_body_wanted = False
@@ -189,6 +189,6 @@ def closing_unread(receive: Receive, send: Send) -> tuple[Receive, Send]:
 
     async def sending(message: Any) -> None:
         starts = message["type"] == "http.response.start"
-        await send(_closing(message) if starts and not is_body_wanted else message)
+        await send(_close_connection(message) if starts and not is_body_wanted else message)
 
     return receiving, sending

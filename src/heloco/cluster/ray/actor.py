@@ -71,8 +71,8 @@ class Late(Exception):
 def reply_to(ask: Callable[[], T]) -> Reply[T]:
     try:
         return Answer(ask())
-    except Refused as refused:
-        return refused.refusal
+    except Refused as error:
+        return error.refusal
     except (UserError, RunStopped) as error:
         return Failed(str(error))
     except Late as error:

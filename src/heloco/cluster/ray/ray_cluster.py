@@ -64,9 +64,9 @@ class Tls:
         """From Ray's own environment variables; None if they do not enable TLS."""
         if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
             return None
-        missing = [name for name in TLS_FILES if not os.environ.get(name)]
-        if missing:
-            raise UserError(f"RAY_USE_TLS is set, and {', '.join(missing)} is not: set all of them, or none.")
+        missing_files = [name for name in TLS_FILES if not os.environ.get(name)]
+        if missing_files:
+            raise UserError(f"RAY_USE_TLS is set, and {', '.join(missing_files)} is not: set all of them, or none.")
         return cls(*(os.environ[name] for name in TLS_FILES))
 
 

@@ -287,19 +287,19 @@ class RayLink:
 
 def in_pieces(parts: Iterable[memoryview]) -> Iterator[npt.NDArray[np.uint8]]:
     """The same bytes, with small parts joined. Each piece must be used before the next is requested."""
-    room, filled = np.empty(PIECE, np.uint8), 0
+    room, bytes_filled = np.empty(PIECE, np.uint8), 0
     for part in parts:
         large = len(part) > PIECE // 2
-        if filled and (large or filled + len(part) > PIECE):
-            yield room[:filled]
-            filled = 0
+        if bytes_filled and (large or bytes_filled + len(part) > PIECE):
+            yield room[:bytes_filled]
+            bytes_filled = 0
         if large:
             yield np.frombuffer(part, np.uint8)
         else:
-            room[filled : filled + len(part)] = part
-            filled += len(part)
-    if filled:
-        yield room[:filled]
+            room[bytes_filled : bytes_filled + len(part)] = part
+            bytes_filled += len(part)
+    if bytes_filled:
+        yield room[:bytes_filled]
 
 
 def _first_line(error: BaseException) -> str:

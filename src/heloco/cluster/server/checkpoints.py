@@ -81,7 +81,7 @@ def begin_saving(run: JournaledRun) -> Future[int]:
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
-    with run.evaluations_held() as evaluations_due:
+    with run.hold_evaluations() as evaluations_due:
         if not run.lines.catch_up():  # a line that waits is in no file, and its evaluation is due no more
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder.path))
         line_sizes = folder.line_sizes()

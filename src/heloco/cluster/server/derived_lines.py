@@ -18,15 +18,15 @@ class DerivedLines:
         self._waiting: deque[ArrivalRecord | EvaluationRecord] = deque()
         self._lock = threading.Lock()  # arrivals and evaluations come from different threads
 
-    def arrived(self, record: ArrivalRecord) -> None:
+    def on_arrival(self, record: ArrivalRecord) -> None:
         self._append(record)
         for observer in self._observers:
-            observer.arrived(record)
+            observer.on_arrival(record)
 
-    def evaluated(self, record: EvaluationRecord) -> None:
+    def on_evaluation(self, record: EvaluationRecord) -> None:
         self._append(record)
         for observer in self._observers:
-            observer.evaluated(record)
+            observer.on_evaluation(record)
 
     def _append(self, record: ArrivalRecord | EvaluationRecord) -> None:
         if self._folder is not None:

@@ -156,7 +156,7 @@ class EvaluationQueue:
                 self._changed.notify_all()
 
     @contextmanager
-    def held(self) -> Iterator[tuple[EvaluationDue, ...]]:
+    def hold_due(self) -> Iterator[tuple[EvaluationDue, ...]]:
         """The evaluations that are still due. No line is written inside this context."""
         with self._changed:
             yield tuple(self._due)

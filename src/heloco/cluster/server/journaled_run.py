@@ -123,7 +123,9 @@ class JournaledRun:
         self.follow(event)
 
     def abandon(self, worker: int, kind: AbandonKind, text: str, time_s: float) -> None:
-        event = Abandon(time_s=time_s, worker=worker, round=self.synchronizer.held[worker].index, kind=kind, text=text)
+        event = Abandon(
+            time_s=time_s, worker=worker, round=self.synchronizer.rounds_under_way[worker].index, kind=kind, text=text
+        )
         self.journal.append(event)
         self.follow(event)
 
@@ -198,11 +200,11 @@ class JournaledRun:
     def _follow_dispatch(self, event: Dispatch) -> None:
         self.synchronizer.inner_steps[event.worker] = event.steps
         self.holders[event.worker], self.started_s[event.worker] = event.machine, event.time_s
-        held = self.synchronizer.dispatch(event.worker, with_start=False)
-        self.start_digests[held.version] = event.start_digest
+        terms = self.synchronizer.dispatch(event.worker, with_start=False)
+        self.start_digests[terms.version] = event.start_digest
 
     def _forget_digests(self) -> None:
-        versions = {held.version for held in self.synchronizer.held.values()}
+        versions = {terms.version for terms in self.synchronizer.rounds_under_way.values()}
         self.start_digests = {version: digest for version, digest in self.start_digests.items() if version in versions}
 
     def _read(self, event: Receive, number: int) -> Contribution:
@@ -240,7 +242,9 @@ class JournaledRun:
             self._count(event, arrival, started_s)
         traffic = Traffic(self.start_layout.size, event.bytes)
         record = arrival_record(arrival, contribution, time_s=event.time_s, start_s=started_s, traffic=traffic)
-        self.lines.arrived(replace(record, machine=event.machine, participants=len(self.participants()), digest=digest.result()))
+        self.lines.on_arrival(
+            replace(record, machine=event.machine, participants=len(self.participants()), digest=digest.result())
+        )
         if arrival.verdict != "refused":
             self.evaluate_if(self.is_finished or is_due(self.synchronizer.arrivals, self.config.run.eval_every))
         return _acknowledgement(arrival)
@@ -266,16 +270,16 @@ class JournaledRun:
             inner_steps=synchronizer.steps_accepted, units=self.units,
         )  # fmt: skip
         if earlier := self.evaluations.add(due, self.final_model()):
-            self.lines.evaluated(earlier)
+            self.lines.on_evaluation(earlier)
 
     def _note_scores(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
-        self.lines.evaluated(evaluation_record(scores, **asdict(due), machine=machine))
+        self.lines.on_evaluation(evaluation_record(scores, **asdict(due), machine=machine))
 
     def take_up_evaluations(self, due: Iterable[EvaluationDue], earlier: list[EvaluationRecord]) -> None:
         """After a restart: `due` at the checkpoint, and lines that were written after it."""
         if self.evaluations is not None:
             for record in self.evaluations.take_up(due, earlier, self.synchronizer.arrivals, self.final_model()):
-                self.lines.evaluated(record)
+                self.lines.on_evaluation(record)
 
     def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord], arrival: int) -> bool:
         """Whether an evaluation that was due before a restart is there, or can be made from the checkpoint at this arrival."""
@@ -292,12 +296,12 @@ class JournaledRun:
             self.evaluations.wait()
 
     @contextmanager
-    def evaluations_held(self) -> Iterator[tuple[EvaluationDue, ...]]:
+    def hold_evaluations(self) -> Iterator[tuple[EvaluationDue, ...]]:
         """The evaluations that are still due. None is finished inside this context."""
         if self.evaluations is None:
             yield ()
         else:
-            with self.evaluations.held() as due:
+            with self.evaluations.hold_due() as due:
                 yield due
 
     # ---- looking at it

@@ -40,9 +40,9 @@ def check_servable(config: RunConfig) -> None:
             f"paces are {', '.join(f'{pace:g}' for pace in rounds.paces)}: real machines have paces of their own, which are "
             f"measured. Leave paces out and say how many workers the run has: workers = {len(rounds.paces)}."
         )
-    if changed := config.links.changed:
+    if options := config.links.changed_options:
         raise UserError(
-            f"{', '.join(changed)} cannot be set in a served run yet: real machines send and receive float32. Leave it out, or "
+            f"{', '.join(options)} cannot be set in a served run yet: real machines send and receive float32. Leave it out, or "
             "simulate the run."
         )
     if config.inner.second_moment:

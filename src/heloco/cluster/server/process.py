@@ -28,7 +28,7 @@ from heloco.run.settings import parse_toml, to_toml
 CREDENTIALS, LISTEN = "credentials", "listen.json"
 END_WITH_STDIN = "--end-with-stdin"
 """The flag of `heloco join` for a worker that must not outlive whoever started it."""
-GATEWAY = "heloco.cluster.gateway.server:open_gateway"
+GATEWAY = "heloco.cluster.gateway.https_server:open_gateway"
 """Loaded by name, because this room may not import the gateway."""
 
 
@@ -178,9 +178,9 @@ class RunHost:
 
     def list_tokens(self) -> TokenList:
         """All tokens, without their secrets."""
-        tokens_shown = [machine.token for machine in self.status().machines]
+        machine_tokens = [machine.token for machine in self.status().machines]
         tokens = self.tokens.all() if self.tokens else []
-        return TokenList(tokens=tuple(token.info(tokens_shown.count(token.id)) for token in tokens))
+        return TokenList(tokens=tuple(token.info(machine_tokens.count(token.id)) for token in tokens))
 
     def new_token(self, right: Right, note: str) -> TokenInfo:
         tokens, gateway = self._tokens_and_gateway()
@@ -222,7 +222,7 @@ class LocalWorkers:
         self, count: int, address: str, token: str, folder: Path, extra: tuple[str, ...] = (), lifeline: int | None = None
     ) -> None:
         """`lifeline`: a pipe's end to read from. Workers end when nobody holds its other end any more. None: when this ends."""
-        self._lifeline, self._held = (lifeline, -1) if lifeline is not None else os.pipe()
+        self._lifeline, self._lifeline_end = (lifeline, -1) if lifeline is not None else os.pipe()
         self.folder = folder / "workers"
         self.folder.mkdir(exist_ok=True)
         threads = str(max(1, (os.cpu_count() or 1) // max(1, count)))
@@ -253,7 +253,7 @@ class LocalWorkers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        if self._held >= 0:
-            os.close(self._held)
+        if self._lifeline_end >= 0:
+            os.close(self._lifeline_end)
             os.close(self._lifeline)
-            self._held = -1
+            self._lifeline_end = -1

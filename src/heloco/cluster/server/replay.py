@@ -35,7 +35,7 @@ class ReplayResult:
     """The first difference as a sentence; empty if all lines are equal to the bit."""
 
 
-def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any] = lambda _: None) -> ReplayResult:
+def replay(folder: RunFolder, task: Task | None, on_progress: Callable[[int], Any] = lambda _: None) -> ReplayResult:
     """Replays the run in `folder`. Without a `task` it is an external run."""
     if not segments(folder.path / FOLDER):
         raise UserError(f"{folder.path} has no journal: it was a simulation. The same config gives the same run: `heloco train`.")
@@ -51,7 +51,7 @@ def replay(folder: RunFolder, task: Task | None, progressed: Callable[[int], Any
         since, begun_at = load_oldest(folder, run)
         for event, mark in read_events(folder.path / FOLDER, since):
             run.follow(event, mark.number)
-            progressed(len(collector.tape))
+            on_progress(len(collector.tape))
         tape = list(read_records(folder.path / TAPE, ArrivalRecord))
         return ReplayResult(begun_at, len(collector.tape), run.digest(), _difference(tape, collector.tape))
     finally:
@@ -87,9 +87,9 @@ def _difference(tape: list[ArrivalRecord], replayed_records: list[ArrivalRecord]
         return ""
     first = replayed_records[0]
     start = next((i for i, line in enumerate(tape) if (line.worker, line.round) == (first.worker, first.round)), len(tape))
-    for recorded, replayed in zip(tape[start:], replayed_records, strict=False):
+    for line, replayed in zip(tape[start:], replayed_records, strict=False):
         for field in ArrivalRecord.__struct_fields__:
-            before, now = getattr(recorded, field), getattr(replayed, field)
+            before, now = getattr(line, field), getattr(replayed, field)
             if before != now:
                 return f"arrival {replayed.arrival}: {field} was {before!r} and is {now!r}"
     surplus = len(tape) - start - len(replayed_records)

@@ -38,63 +38,63 @@ class Resumption:
 
     def begin(self) -> None:
         self.folder.take()
-        chosen = self._choose_checkpoint()
+        start_point = self._choose_checkpoint()
         mark, lines = Mark(), NO_LINES
         evaluations_due: tuple[EvaluationDue, ...] = ()
-        if chosen is not None:
-            checkpoints.load(self.run, *chosen)
-            mark, lines, evaluations_due = chosen[0].journal, chosen[0].lines, chosen[0].evaluations_due
+        if start_point is not None:
+            checkpoints.load(self.run, *start_point)
+            mark, lines, evaluations_due = start_point[0].journal, start_point[0].lines, start_point[0].evaluations_due
             self._adopt_starts()
         earlier = evaluations_after(self.folder.path, lines.evals_bytes)
         self.folder.start_writing(lines, accept_shorter=True)
         self.run.take_up_evaluations(evaluations_due, earlier)
         self.run.open_journal(Journal(self.folder.path, mark))
-        if chosen is None:
+        if start_point is None:
             self.run.evaluate_if(True)
         last_received = self._follow(mark)
         self.run.journal.remove_orphans()
         self._settle(last_received)
         self._give_up_lost_starts()
-        if chosen is None:
+        if start_point is None:
             checkpoints.save(self.run)
         self.run.start_evaluations()
 
     def _choose_checkpoint(self) -> Loaded | None:
         """The newest checkpoint from which every file is intact or can be computed again."""
         paths = self.folder.checkpoints()[::-1]
-        damaged: dict[Path, CheckpointDamaged] = {}
+        damage_of_path: dict[Path, CheckpointDamaged] = {}
         second_best: tuple[Loaded, str] | None = None
         for path in paths:
             try:
                 loaded = checkpoint.load(path, ServedState)
                 lost_file = self._lost_at(loaded[0], is_newest=path == paths[0])
             except CheckpointDamaged as error:
-                damaged[path] = error
+                damage_of_path[path] = error
                 continue
             if not lost_file:
-                self._note_choice(path.name, damaged, second_best)
+                self._note_choice(path.name, damage_of_path, second_best)
                 return loaded
             second_best = second_best or (loaded, lost_file)
         if second_best is not None:
-            self._set_aside(damaged)
+            self._set_aside(damage_of_path)
             self.notices.append(f"{second_best[1]} is damaged and cannot be made again: the run continues without it.")
             return second_best[0]
-        if damaged:
-            raise next(iter(damaged.values()))
+        if damage_of_path:
+            raise next(iter(damage_of_path.values()))
         if self._has_events():
             self.notices.append(f"{self.folder.path / CHECKPOINTS} is gone: the run is made again from its journal.")
         return None
 
-    def _note_choice(self, name: str, damaged: dict[Path, CheckpointDamaged], second_best: tuple[Loaded, str] | None) -> None:
-        for damage in damaged.values():
+    def _note_choice(self, name: str, damages: dict[Path, CheckpointDamaged], second_best: tuple[Loaded, str] | None) -> None:
+        for damage in damages.values():
             sentence = str(damage).partition(". ")[0]
             self.notices.append(f"{sentence}. The run continues from {name} and its journal; nothing is lost.")
-        self._set_aside(damaged)
+        self._set_aside(damages)
         if second_best is not None:
             self.notices.append(f"{second_best[1]} was damaged and is made again from {name} and the journal.")
 
-    def _set_aside(self, damaged: Iterable[Path]) -> None:
-        for path in damaged:
+    def _set_aside(self, damages: Iterable[Path]) -> None:
+        for path in damages:
             target = path.with_name(f"damaged-{path.name}")
             shutil.rmtree(target, ignore_errors=True)
             path.rename(target)
@@ -112,13 +112,13 @@ class Resumption:
         earlier = evaluations_after(self.folder.path, state.lines.evals_bytes)
         if any(not self.run.can_evaluate(due, earlier, state.arrival) for due in state.evaluations_due):
             return str(self.folder.path / EVALS)
-        if not is_newest and (missing := self._missing_contribution(state.journal)):
-            return missing
+        if not is_newest and (missing_file := self._missing_contribution(state.journal)):
+            return missing_file
         return ""
 
     def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
-        versions = {held.worker: held.version for held in state.books.held}
+        versions = {terms.worker: terms.version for terms in state.books.held}
         try:
             for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):
@@ -174,8 +174,8 @@ class Resumption:
     def _give_up_lost_starts(self) -> None:
         """Abandons rounds whose start file is lost for good: no machine could begin them."""
         run = self.run
-        for worker, held in list(run.synchronizer.held.items()):
-            if not self.starts.has(held.version):
+        for worker, terms in list(run.synchronizer.rounds_under_way.items()):
+            if not self.starts.has(terms.version):
                 run.abandon(worker, "start-gone", "its start file is gone", run.time_s)
 
 

@@ -90,7 +90,7 @@ class Rollback:
             earliest = f" The earliest is {state.arrival}."
         raise UserError(f"{self.folder.path} has no checkpoint from which arrival {self.to} could be made again.{earliest}")
 
-    def _copy(self, state: ServedState, chosen: Path) -> None:
+    def _copy(self, state: ServedState, checkpoint_path: Path) -> None:
         """Copies the run as it was at the checkpoint."""
         shutil.rmtree(self.target, ignore_errors=True)
         self.target.mkdir(mode=self.folder.path.stat().st_mode & 0o777)
@@ -99,7 +99,7 @@ class Rollback:
                 shutil.copytree(source, self.target / name)
             elif source.exists():
                 shutil.copy2(source, self.target / name)
-        for path in {chosen, self.folder.checkpoints()[0]}:
+        for path in {checkpoint_path, self.folder.checkpoints()[0]}:
             shutil.copytree(path, self.target / CHECKPOINTS / path.name)
         for name, size in ((TAPE, state.lines.tape_bytes), (EVALS, state.lines.evals_bytes)):
             _copy_start(self.folder.path / name, self.target / name, whole_lines(self.folder.path / name, size))
@@ -113,10 +113,10 @@ class Rollback:
                 _link(path, self.target / FOLDER / path.name)
         (self.target / FOLDER / "acknowledged").write_text(f"{mark.number:020d}\n")
 
-    def _make_again(self, run: JournaledRun, chosen: Path) -> int:
+    def _make_again(self, run: JournaledRun, checkpoint_path: Path) -> int:
         assert run.folder is not None
         run.folder.take()
-        state, tensors = checkpoint.load(chosen, ServedState)
+        state, tensors = checkpoint.load(checkpoint_path, ServedState)
         checkpoints.load(run, state, tensors)
         run.folder.start_writing(state.lines, accept_shorter=True)
         run.take_up_evaluations(state.evaluations_due, evaluations_after(self.folder.path, state.lines.evals_bytes))
@@ -132,7 +132,7 @@ class Rollback:
             if self.to is not None and run.synchronizer.arrivals < self.to:
                 raise
         self._check_reached(run)
-        for worker in list(run.synchronizer.held):
+        for worker in list(run.synchronizer.rounds_under_way):
             run.abandon(worker, "rolled-back", "the run returned to an earlier point", run.time_s)
         for machine in sorted(self.without):
             run.note(Part(time_s=run.time_s, machine=machine, kind="evicted", text="its contributions were left out"))
@@ -172,8 +172,8 @@ class Rollback:
         upload = self.target / "contribution.partial"
         _link(source, upload)
         run.journal.take_in(upload)
-        held = run.synchronizer.held[event.worker]
-        event_now = structs.replace(event, round=held.index, version=held.version)
+        terms = run.synchronizer.rounds_under_way[event.worker]
+        event_now = structs.replace(event, round=terms.index, version=terms.version)
         run.follow(event_now, run.journal.append(event_now))
         return True
 

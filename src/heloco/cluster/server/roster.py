@@ -98,10 +98,10 @@ class Roster:
         empty = self.empty_seats()
         if not empty:
             return
-        held = self.held_seats()
+        held_seats = self.held_seats()
         for machine in self:
             if machine.seat is None and empty:
-                machine.seat = min(empty, key=lambda seat: (seat in held, seat))
+                machine.seat = min(empty, key=lambda seat: (seat in held_seats, seat))
                 empty.remove(machine.seat)
 
     def send_to_the_back(self, machine: Machine) -> None:

@@ -36,12 +36,12 @@ class RoundDispatcher:
                     return wait
                 self._hand_out(machine)
             assert machine.round is not None
-            held = state.run.synchronizer.held[machine.round.worker]
+            terms = state.run.synchronizer.rounds_under_way[machine.round.worker]
             return Assignment(
-                worker=held.worker, round=held.index, version=held.version, shard=held.shard, spans=held.spans,
-                inner_steps=held.inner_steps, shard_steps=held.shard_steps, progress=held.progress,
-                start_digest=state.run.start_digests[held.version],
-                keeps_state=state.run.last_machines.get(held.worker) == machine.id,
+                worker=terms.worker, round=terms.index, version=terms.version, shard=terms.shard, spans=terms.spans,
+                inner_steps=terms.inner_steps, shard_steps=terms.shard_steps, progress=terms.progress,
+                start_digest=state.run.start_digests[terms.version],
+                keeps_state=state.run.last_machines.get(terms.worker) == machine.id,
             )  # fmt: skip
 
     def _reason_to_wait(self, machine: Machine) -> Wait | None:
@@ -65,7 +65,7 @@ class RoundDispatcher:
         round begins in it: whoever starts just before the others arrive works from an old model."""
         state, rounds = self.state, self.state.config.rounds
         assert state.run is not None
-        if not state.run.synchronizer.held:
+        if not state.run.synchronizer.rounds_under_way:
             self._grace_until_s = state.now_s
         elif rounds.grace and state.now_s > self._grace_until_s:
             self._grace_until_s = state.now_s + rounds.grace * rounds.inner_steps * (self._reference_pace() or 0.0)
@@ -75,7 +75,7 @@ class RoundDispatcher:
         assert self.state.run is not None
         synchronizer = self.state.run.synchronizer
         open_seats = self.state.roster.seats_open_to(machine, self.state.now_s)
-        return sorted(open_seats - {*synchronizer.held, *synchronizer.waiting})
+        return sorted(open_seats - {*synchronizer.rounds_under_way, *synchronizer.waiting})
 
     def _hand_out(self, machine: Machine) -> None:
         """Hands out the round of the free seat with the fewest arrivals. Among equals, the machine's own seat comes first."""
@@ -86,8 +86,8 @@ class RoundDispatcher:
             seat = min(free, key=lambda s: (arrivals[s], s != machine.seat, s))
             steps = self._steps(machine)
             run.dispatch(seat, machine.id, steps, run.write_start(state.starts), state.now_s)
-            held = run.synchronizer.held[seat]
-            self.assign(machine, RoundKey(seat, held.index, held.version), steps)
+            terms = run.synchronizer.rounds_under_way[seat]
+            self.assign(machine, RoundKey(seat, terms.index, terms.version), steps)
 
     def assign(self, machine: Machine, key: RoundKey, steps: int) -> None:
         """Notes that the machine holds a round, and sets its deadline."""
@@ -131,10 +131,10 @@ class RoundDispatcher:
             if key.version > at:
                 raise Refused(RefusalCode.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
             holds = "none" if machine.round is None else "round {1} of worker {0}, version {2}".format(*machine.round)
-            requested = f"round {key.round} of worker {key.worker}, version {key.version}"
+            round_name = f"round {key.round} of worker {key.worker}, version {key.version}"
             raise Refused(
                 RefusalCode.NOT_HELD,
-                f"{machine.name} does not hold {requested} (it holds {holds}): the round was given up or given to another "
+                f"{machine.name} does not hold {round_name} (it holds {holds}): the round was given up or given to another "
                 "machine. Take a fresh round.",
             )
         return machine
@@ -167,10 +167,10 @@ class RoundDispatcher:
 
     def is_too_stale(self, machine: Machine) -> bool:
         """Whether the machine's contribution would arrive too late to be used."""
-        run, held = self.state.run, machine.round
-        if run is None or held is None:
+        run, current_round = self.state.run, machine.round
+        if run is None or current_round is None:
             return False
-        return run.synchronizer.drop(run.synchronizer.outer_step - held.version) == "skip"
+        return run.synchronizer.drop(run.synchronizer.outer_step - current_round.version) == "skip"
 
     def give_up(self, machine: Machine, kind: AbandonKind, text: str) -> None:
         """Abandons the machine's round. Its data goes back to the ledger, and another machine does the worker's next round."""
@@ -192,4 +192,4 @@ class RoundDispatcher:
         """Removes the start files that no round under way needs."""
         run, starts = self.state.run, self.state.starts
         assert run is not None and starts is not None
-        starts.keep_only({held.version for held in run.synchronizer.held.values()} | {run.synchronizer.outer_step})
+        starts.keep_only({terms.version for terms in run.synchronizer.rounds_under_way.values()} | {run.synchronizer.outer_step})

@@ -79,10 +79,10 @@ class Service:
         state.book = run.book
         self.pauses.take_up()
         self.housekeeping.take_up()
-        for worker, held in run.synchronizer.held.items():
+        for worker, terms in run.synchronizer.rounds_under_way.items():
             entry = state.book.get(run.holders[worker])
             machine = state.roster.join(run.holders[worker], state.now_s, seat=entry.seat if entry else None)
-            self.rounds.assign(machine, RoundKey(worker, held.index, held.version), held.inner_steps)
+            self.rounds.assign(machine, RoundKey(worker, terms.index, terms.version), terms.inner_steps)
             machine.is_away = True
         self.rounds.tidy_starts()
         if run.is_finished:

@@ -52,15 +52,15 @@ class _Adder:
         products = self._products[:, : factors.shape[1]]
         for out, left, right in zip(products, (x, y, x), (x, y, y), strict=True):
             np.multiply(left, right, out=out)
-        rows = _halved(products, groups * LANES).reshape(3, groups, LANES)
+        rows = _halve(products, groups * LANES).reshape(3, groups, LANES)
         while rows.shape[1] > 1:
             if rows.shape[1] % 2:
                 rows = np.concatenate([rows, np.zeros((3, 1, LANES))], axis=1)
             rows = rows[:, 0::2] + rows[:, 1::2]
-        return [float(total) for total in _halved(rows[:, 0], 1)[:, 0]]
+        return [float(total) for total in _halve(rows[:, 0], 1)[:, 0]]
 
 
-def _halved(x: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
+def _halve(x: npt.NDArray[np.float64], length: int) -> npt.NDArray[np.float64]:
     """The second half of the last dimension added to the first, in place, again and again, down to this length."""
     while x.shape[-1] > length:
         half = x.shape[-1] // 2

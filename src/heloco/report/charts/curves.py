@@ -39,8 +39,8 @@ def axes_of(runs: Sequence[Run]) -> dict[str, Position]:
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
-    evaluated = {measure for run in runs for measure in run.measures}
-    return [measure for measure in MEASURES if measure in evaluated] + sorted(evaluated - MEASURES.keys())
+    measured_names = {measure for run in runs for measure in run.measures}
+    return [measure for measure in MEASURES if measure in measured_names] + sorted(measured_names - MEASURES.keys())
 
 
 def y_label(measure: str, runs: Sequence[Run]) -> str:
@@ -117,12 +117,12 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
     limit, unit, time = budget(len(runs)), runs[0].facts.unit, time_label(runs)
     panels = [Panel(unit, [], time, unit), Panel("megabytes moved", [], time, "MB")]
     for run, look in zip(runs, run_colours(runs), strict=True):
-        units, moved, total = [0.0], [0.0], 0
+        units, megabytes, total = [0.0], [0.0], 0
         for count, verdict in zip(run.tape.units, run.tape.verdict, strict=True):
             total += count if verdict != "refused" else 0
             units.append(total)
-            moved.append(moved[-1] + run.round_bytes / 1e6)
-        for panel, y in zip(panels, (units, moved), strict=True):
+            megabytes.append(megabytes[-1] + run.round_bytes / 1e6)
+        for panel, y in zip(panels, (units, megabytes), strict=True):
             panel.lines.append(line_of(run.name, [0.0, *run.tape.time_s], y, look, limit))
     if not any(len(run.tape) for run in runs):
         return None

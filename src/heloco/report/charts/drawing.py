@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heloco.errors import UserError
-from heloco.report.charts.figures import Figure, Kind, Line, Panel, Range, colours_of, gapped, mix, y_ranges
+from heloco.report.charts.figures import Figure, Kind, Line, Panel, Range, colours_of, insert_gaps, mix, y_ranges
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,9 +113,9 @@ def looks_of(figure: Figure) -> dict[Kind, Look]:
     return looks
 
 
-def _marked(line: Line, look: Look) -> list[int]:
+def _has_marker(line: Line, look: Look) -> list[int]:
     """Where a line has marks: at points without neighbours, which would not show, and along it where marks tell lines apart."""
-    y = [math.nan, *gapped(line.y), math.nan]
+    y = [math.nan, *insert_gaps(line.y), math.nan]
     alone = [i for i in range(len(line.y)) if not math.isnan(y[i + 1]) and math.isnan(y[i]) and math.isnan(y[i + 2])]
     if line.paper or look["marker"] not in MARKERS:
         return alone
@@ -125,10 +125,12 @@ def _marked(line: Line, look: Look) -> list[int]:
 
 def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:
     for line in panel.lines:
-        look, y = looks[line.kind], gapped(line.y)
-        axes.plot(list(line.x), y, **look, markevery=_marked(line, look), zorder=4 if len(y) == 1 else 2.5 if line.paper else 3)
+        look, y = looks[line.kind], insert_gaps(line.y)
+        axes.plot(
+            list(line.x), y, **look, markevery=_has_marker(line, look), zorder=4 if len(y) == 1 else 2.5 if line.paper else 3
+        )
         if line.spread is not None:
-            low, high = ([v + sign * half for v, half in zip(y, gapped(line.spread), strict=True)] for sign in (-1, 1))
+            low, high = ([v + sign * half for v, half in zip(y, insert_gaps(line.spread), strict=True)] for sign in (-1, 1))
             axes.fill_between(list(line.x), low, high, color=look["color"], alpha=0.16, linewidth=0, zorder=2)
     axes.set_title(panel.title)
     axes.set_ylim(y_range.low, y_range.high)
@@ -197,10 +199,12 @@ def _legend(sheet: "Sheet", figure: Figure, looks: dict[Kind, Look], free: "Sequ
     names, handles = [name for name, *_ in looks], []
     lines = [line for panel in figure.panels for line in panel.lines]
     for kind, look in looks.items():
-        alike = [line for line in lines if line.kind == kind]
-        marked = any(_marked(line, look) for line in alike)
-        joined = any(len(line.y) > 1 for line in alike)
-        look = look | {"linewidth": 1.8} | ({} if marked else {"marker": "none"}) | ({} if joined else {"linestyle": "none"})
+        kind_lines = [line for line in lines if line.kind == kind]
+        has_markers = any(_has_marker(line, look) for line in kind_lines)
+        has_lines = any(len(line.y) > 1 for line in kind_lines)
+        look = (
+            look | {"linewidth": 1.8} | ({} if has_markers else {"marker": "none"}) | ({} if has_lines else {"linestyle": "none"})
+        )
         handles.append(Line2D([], [], **look))
     widths = [0.075 * len(name) + 0.6 for name in names]  # inches, about
     columns = len(names) if sum(widths) < sheet.get_figwidth() else max(1, int(sheet.get_figwidth() / max(widths)))

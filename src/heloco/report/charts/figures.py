@@ -50,13 +50,13 @@ class Line:
 
     def points(self) -> Iterator[tuple[float, float, float]]:
         """(x, lower, upper) wherever there is a value, the band included."""
-        for i, (x, y) in enumerate(zip(self.x, gapped(self.y), strict=True)):
+        for i, (x, y) in enumerate(zip(self.x, insert_gaps(self.y), strict=True)):
             if not math.isnan(y):
-                half = gapped([self.spread[i] if self.spread else 0.0])[0]
+                half = insert_gaps([self.spread[i] if self.spread else 0.0])[0]
                 yield x, y - (0.0 if math.isnan(half) else half), y + (0.0 if math.isnan(half) else half)
 
     def last(self) -> float | None:
-        return next((y for y in reversed(gapped(self.y)) if not math.isnan(y)), None)
+        return next((y for y in reversed(insert_gaps(self.y)) if not math.isnan(y)), None)
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Range:
     highest: float | None = None
 
 
-def gapped(values: Values) -> list[float]:
+def insert_gaps(values: Values) -> list[float]:
     """The values, NaN where there is none."""
     return [math.nan if v is None or not math.isfinite(v) else float(v) for v in values]
 
@@ -167,10 +167,10 @@ def y_range(lines: Sequence[Line], everything: bool = False) -> Range:
 def y_ranges(figure: Figure) -> dict[str, Range]:
     """By label of the y axis: panels that measure the same thing share one range."""
     labels = dict.fromkeys(panel.y_label for panel in figure.panels)
-    alike = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
+    panels_of_label = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
     return {
         label: y_range([line for panel in panels for line in panel.lines], any(panel.whole for panel in panels))
-        for label, panels in alike.items()
+        for label, panels in panels_of_label.items()
     }
 
 

@@ -44,7 +44,7 @@ def study(parsed: argparse.Namespace) -> int:
         return 0
     if parsed.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
-    chosen = load_study(parsed.study)
+    selected_study = load_study(parsed.study)
     if parsed.scale not in SCALES:
         raise UserError(f"There is no scale {parsed.scale!r}; {nearest(parsed.scale, SCALES)}")
     if parsed.data is None and parsed.scale == "paper":
@@ -53,14 +53,14 @@ def study(parsed: argparse.Namespace) -> int:
             "`--scale small` needs none."
         )
     pick_device(parsed.device)  # a missing device is reported before the data is prepared
-    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), chosen.name)
+    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), selected_study.name)
     folder.check_ours()
-    plan = plan_of(parsed, chosen)
+    plan = plan_of(parsed, selected_study)
     folder.check_same(plan)
     return carry_out(parsed, plan, folder)
 
 
-def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
+def plan_of(parsed: argparse.Namespace, selected_study: "Study") -> "Plan":
     from heloco.corpus import rich_progress
     from heloco.engine.build import build_task
     from heloco.study.plan import make_plan
@@ -69,7 +69,7 @@ def plan_of(parsed: argparse.Namespace, chosen: "Study") -> "Plan":
     settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     with rich_progress() as progress:
         return make_plan(
-            chosen,
+            selected_study,
             scale=parsed.scale,
             seeds=None if parsed.seeds is None else whole_number("seeds", parsed.seeds),
             rows=split_names(parsed.rows, ";"),
@@ -103,30 +103,30 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     from heloco.study.plan import carry_out as run_all
 
     device = pick_device(parsed.device)
-    missing = plan.missing(folder.store)
-    if missing and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
+    missing_runs = plan.find_missing(folder.store)
+    if missing_runs and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
         refuse_the_cpu(parsed, plan, folder)
     if device.type == "cpu" and parsed.scale == "small":
         torch.set_num_threads(1)  # threads would mostly wait for each other, because the matrices are small
     console = wide_console()
-    finished = len(plan.runs) - len(missing)
+    finished = len(plan.runs) - len(missing_runs)
     print(f"{plan.study.title}: {len(plan.runs)} runs, {finished} of them there already, on {device.type}.", flush=True)
-    caught: list[int] = []
+    signals: list[int] = []
 
-    def stop(caught_now: int, _: FrameType | None) -> None:
-        caught.append(caught_now)
+    def stop(number: int, _: FrameType | None) -> None:
+        signals.append(number)
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with StudyDisplay(len(plan.runs), finished, console) as display:
-            run_all(plan, folder.store, device=device, display=display, stopping=lambda: bool(caught))
+            run_all(plan, folder.store, device=device, display=display, is_stopping=lambda: bool(signals))
     except StopRequested:
-        finished = len(plan.runs) - len(plan.missing(folder.store))
+        finished = len(plan.runs) - len(plan.find_missing(folder.store))
         print(
             f"Stopped: {finished} of {len(plan.runs)} runs are finished and kept in {folder.store.folder}. "
             "The same command goes on."
         )
-        return 128 + caught[0]
+        return 128 + signals[0]
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
@@ -141,11 +141,11 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
 def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> None:
     from heloco.study.cost import hours_here
 
-    missing = plan.missing(folder.store)
-    hours = hours_here(missing, "cpu")
+    missing_runs = plan.find_missing(folder.store)
+    hours = hours_here(missing_runs, "cpu")
     hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
     raise UserError(
-        f"There is no GPU here, and on this CPU the {len(missing)} missing runs of {plan.study.name} would take about "
+        f"There is no GPU here, and on this CPU the {len(missing_runs)} missing runs of {plan.study.name} would take about "
         f"{hours_text} hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu "
         "goes ahead all the same."
     )
