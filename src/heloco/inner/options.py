@@ -80,6 +80,7 @@ class InnerOptions:
 
     @property
     def windows_per_step(self) -> int:
+        """How many windows of its shard a round reads in one inner step."""
         return self.batch_size * self.accumulate
 
 

@@ -39,6 +39,7 @@ CHANGES_KEPT = 100
 
 
 def check_parts() -> None:
+    """Raises UserError, with the command that installs them, if packages that serve the page are missing."""
     missing = [name for name in PARTS if find_spec(name) is None]
     if missing:
         raise UserError(f'`heloco watch` needs {" and ".join(missing)}: pip install "heloco[report]"')

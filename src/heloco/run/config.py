@@ -254,6 +254,7 @@ def weight_options(config: RunConfig) -> Settings:
 
 
 def gpt_config(model: ModelConfig) -> GPTConfig:
+    """The sizes of the TinyGPT that these settings describe: the preset's, with the settings that are not 0 in their place."""
     sizes = ("width", "layers", "heads", "context", "vocab_size")
     return preset(model.preset, **{name: getattr(model, name) for name in sizes})
 
