@@ -42,6 +42,7 @@ class Barrier:
             give_back(delta, release)
 
     def open(self) -> None:
+        """Forgets the workers that waited, their sums and their buffers. The next contributions are gathered from zero."""
         self.workers, self.sums, self.buffers = [], [], []
 
 

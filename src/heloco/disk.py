@@ -132,5 +132,6 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, as hexadecimal digits. The file is read piece by piece."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

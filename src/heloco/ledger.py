@@ -23,6 +23,7 @@ class ShardPage:
 
     @property
     def taken(self) -> int:
+        """How many positions were handed out and not given back."""
         return self.cursor - sum(count for _, count in self.returned)
 
 
@@ -61,6 +62,7 @@ class Ledger:
         page.returned = sorted([*page.returned, *spans])
 
     def copy_pages(self) -> list[ShardPage]:
+        """A copy of all pages, for a checkpoint. Later rounds do not change it."""
         return [replace(page, returned=list(page.returned)) for page in self.pages]
 
     def load(self, pages: Sequence[ShardPage]) -> None:

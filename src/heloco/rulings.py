@@ -31,10 +31,12 @@ class Judgements:
 
     @property
     def is_outlier(self) -> bool:
+        """Whether a norm of the blocks or of the buffers is above its bound."""
         return self.blocks.is_outlier or self.buffers.is_outlier
 
     @property
     def sentence(self) -> str:
+        """For people: which norm is how far above its bound. The blocks' comes first, and it is empty if no norm is."""
         return (self.blocks if self.blocks.is_outlier else self.buffers).sentence
 
     def buffers_of(self, contribution: Contribution, ours: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -60,6 +60,7 @@ class Http(HttpToolsProtocol):
 
     @property
     def is_answering(self) -> bool:
+        """Whether a request is under way whose answer is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import heloco
 from heloco.records import run_files
+from support.rooms import MODULES, PACKAGE, crossing_names, definitions, imports_of, name_of, room_of
 
-PACKAGE = Path(heloco.__file__).parent
 FLOORS = [
     {"outer"},
     {"policy"},
@@ -42,28 +41,6 @@ NAMES_FOR_ALL = "heloco.wire.blocks"
 CLUSTER_FLOORS = [{"protocol"}, {"server", "client"}, {"gateway", "ray"}]
 """The same inside `cluster/`; rooms of one floor know nothing of each other."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-MODULES = sorted(PACKAGE.rglob("*.py"))
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def name_of(path: Path) -> str:
-    parts = ["heloco", *path.relative_to(PACKAGE).with_suffix("").parts]
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute module or module.name) of every import in a file, inside functions too."""
-    package = name_of(path) if path.name == "__init__.py" else name_of(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            package_parts = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
-            base = ".".join([*package_parts, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
 
 
 def top(module: str) -> str:
@@ -115,20 +92,6 @@ def test_files_of_a_run_are_named_in_one_module():
             assert not texts & names, path
 
 
-DEFINITIONS = {
-    f"{name_of(path)}.{node.name}": (path, node)
-    for path in MODULES
-    for node in ast.parse(path.read_text(encoding="utf-8")).body
-    if isinstance(node, ast.FunctionDef | ast.ClassDef)
-}
-"""Functions and classes at the top of a module."""
-PASSED_ON = {
-    f"{name_of(path)}.{name.rpartition('.')[2]}": name
-    for path in MODULES
-    if path.name == "__init__.py"
-    for _, name in imports_of(path)
-}
-"""What a room's `__init__` imports, by the name under which others import it from there."""
 SIGNATURES_OF_OTHERS = {
     "heloco.cluster.client.hf_callback.HeLoCoCallback",  # the Trainer's callbacks
     "heloco.outer.heloco.HeLoCo",  # torch's optimizers: parameter groups and states
@@ -172,10 +135,9 @@ BY_NAME = {
 
 def test_what_crosses_a_border_has_a_type_of_its_own():
     """No function or class that another room imports takes or gives a mapping from names to anything."""
-    imported = {(PASSED_ON.get(name, name), room_of(path)) for path in MODULES for _, name in imports_of(path)}
-    crossing = {name for name, room in imported if name in DEFINITIONS and room_of(DEFINITIONS[name][0]) != room}
+    crossing, nodes = crossing_names(), definitions()
     assert len(crossing) > 250
-    untyped = {name for name in crossing if any(ANYTHING.search(text) for text in annotations_of(DEFINITIONS[name][1]))}
+    untyped = {name for name in crossing if any(ANYTHING.search(text) for text in annotations_of(nodes[name][1]))}
     assert untyped - SIGNATURES_OF_OTHERS == BY_NAME.keys()
 
 

@@ -157,6 +157,8 @@ def plugins_of(config: RunConfig) -> dict[str, str]:
 
 
 def pick_device(name: str) -> torch.device:
+    """The device of this name; auto means the GPU if there is one, otherwise the CPU. Raises UserError if the device cannot be
+    used."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -32,8 +32,11 @@ class StopRequested(Exception):
 class Observer(Protocol):
     """Whoever looks on: a progress display, a collector."""
 
-    def on_arrival(self, record: ArrivalRecord) -> None: ...
-    def on_evaluation(self, record: EvaluationRecord) -> None: ...
+    def on_arrival(self, record: ArrivalRecord) -> None:
+        """Called after each arrival, with its line of the tape."""
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Called after each evaluation, with its line."""
 
 
 @dataclass
@@ -254,4 +257,5 @@ def evaluation_record(
 
 
 def is_due(arrivals: int, every: int) -> bool:
+    """Whether something that happens every `every` arrivals happens after this one. With 0 it never does."""
     return every > 0 and arrivals % every == 0

@@ -72,10 +72,12 @@ class SitePlan:
 
     @property
     def upload_s(self) -> float:
+        """Seconds from sending a contribution to the arrival of its last byte."""
         return self.site.latency_s + self.sizes.contribution * 8e-6 / self.site.up_mbit_s
 
     @property
     def download_s(self) -> float:
+        """Seconds from sending the difference to the next start to the arrival of its last byte."""
         return self.site.latency_s + self.sizes.difference * 8e-6 / self.site.down_mbit_s
 
     @property
@@ -85,14 +87,17 @@ class SitePlan:
 
     @property
     def travel_s(self) -> float:
+        """Seconds from the end of a round to the arrival of the next start: upload, outer step and download."""
         return self.upload_s + self.taking_in_s + self.download_s
 
     @property
     def computing_s(self) -> float:
+        """Seconds that a worker needs for the inner steps of a round."""
         return self.inner_steps * self.site.step_s
 
     @property
     def round_s(self) -> float:
+        """Seconds from one round of a worker to its next. With overlap, computing and travel take place at the same time."""
         busy_s = self.computing_s + HAND_OVER_NS * 1e-9 * self.site.parameters
         alone_s = max(busy_s, self.travel_s) if self.overlap else busy_s + self.travel_s
         return max(alone_s, self.site.workers * self.taking_in_s)  # many workers wait for each other at the synchronizer

@@ -16,23 +16,27 @@ class InnerOptions:
     accumulate: int = 1
     """Micro-batches per inner step."""
     lr: float = 2e-4
-    """Learning rate at the cosine's top; 0: by the optimizer and the model's width."""
+    """Learning rate at the cosine's top; 0: chosen by the optimizer and the model's width."""
     lr_min: float = 1e-6
-    """Learning rate at its end and after it."""
+    """Learning rate at the cosine's end and after it."""
     warmup: int = 0
-    """Steps of linear rise before the cosine."""
+    """Inner steps over which the learning rate rises linearly before the cosine."""
     schedule_steps: int = 0
     """The cosine's length in inner steps of one shard; 0: the run's steps over its workers."""
     lr_position: Literal["shard", "run"] = "shard"
     """Where a round stands on the cosine: steps done on its shard (the paper), or the whole run's progress."""
     inner_optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """muon: Muon for matrices between embedding and head, AdamW for everything else."""
+    """The optimizer of the inner steps. muon: Muon for matrices between embedding and head, AdamW for everything else."""
     inner_momentum: float | None = None
     """Momentum of Muon or SGD; unset: 0.9."""
     beta1: float = 0.9
+    """AdamW's β1, the decay of its first moment (mean gradient)."""
     beta2: float = 0.999
+    """AdamW's β2, the decay of its second moment (mean squared gradient)."""
     weight_decay: float = 0.01
+    """Weight decay of the inner optimizer: decoupled from the gradient in AdamW and Muon, added to the gradient in SGD."""
     adam_eps: float = 1e-8
+    """AdamW's ε, which is added to the root of the second moment in the denominator."""
     keep_state: bool = False
     """Whether the optimizer's state stays with the worker (Liu et al.) or each round starts afresh (the paper)."""
     second_moment: Literal["", "pooled", "rows"] = ""
@@ -41,9 +45,9 @@ class InnerOptions:
     clip: float = 0.0
     """Gradient norm to clip to; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16: forward and backward under autocast; parameters stay as they are."""
+    """The precision of forward and backward. bf16: they run under autocast, and the parameters stay as they are."""
     compile: bool = False
-    """torch.compile the model."""
+    """Whether the model is compiled with torch.compile."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulate"):
@@ -71,7 +75,7 @@ class InnerOptions:
 
     @property
     def optimizer_momentum(self) -> float:
-        """Of Muon or SGD."""
+        """The momentum of Muon or SGD: `inner_momentum`, or 0.9 if it is unset."""
         return 0.9 if self.inner_momentum is None else self.inner_momentum
 
     def first_position(self, shard_steps: int, progress: float) -> float:
@@ -80,6 +84,7 @@ class InnerOptions:
 
     @property
     def windows_per_step(self) -> int:
+        """How many windows of its shard a round reads in one inner step."""
         return self.batch_size * self.accumulate
 
 

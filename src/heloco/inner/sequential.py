@@ -40,6 +40,7 @@ class SequentialInner:
         self.compiled_model: nn.Module = torch.compile(self.model) if options.compile else self.model  # type: ignore[assignment]
 
     def run(self, rounds: Sequence[Round]) -> list[Contribution]:
+        """Computes the rounds one after the other. Returns a contribution for each, in the same order."""
         return [self._run(each) for each in rounds]
 
     def _run(self, worker_round: Round) -> Contribution:

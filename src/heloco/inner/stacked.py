@@ -54,9 +54,11 @@ class Job:
 
     @property
     def kind(self) -> InnerOptions:
+        """The settings that two rounds must have in common to be computed in one stack."""
         return kind_of(self.options)
 
     def learning_rates(self) -> list[float]:
+        """The learning rate of each inner step of the round."""
         worker_round = self.round
         base = self.options.first_position(worker_round.shard_steps, worker_round.progress)
         return [learning_rate(self.options, base + h) for h in range(worker_round.inner_steps)]

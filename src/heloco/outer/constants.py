@@ -12,7 +12,7 @@ from heloco.knobs import Knob, declared_knobs, fill_knobs
 
 
 class MomentumKnobs(TypedDict, total=False):
-    """Every rule of this package has these."""
+    """The constants that every rule of this package has."""
 
     lr: Annotated[float, Knob(0.7, "η, the outer learning rate.", "[0, ∞)")]
     momentum: Annotated[float, Knob(0.9, "μ, the outer momentum.", "[0, 1)")]
@@ -45,7 +45,7 @@ class CorrectionKnobs(TypedDict, total=False):
 
 
 class HeLoCoKnobs(LookaheadKnobs, CorrectionKnobs, total=False):
-    """Of HeLoCo's rule."""
+    """The constants of HeLoCo's rule: momentum, look-ahead and block correction."""
 
 
 class DelayKnobs(MomentumKnobs, total=False):

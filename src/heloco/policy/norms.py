@@ -54,6 +54,7 @@ class Judgement:
 
     @property
     def smallest_scale(self) -> float:
+        """The factor of the block that is scaled down most; 1 if none is."""
         return min(self.scales, default=1.0)
 
 
@@ -72,6 +73,7 @@ class NormGuard:
 
     @property
     def is_on(self) -> bool:
+        """Whether there is a limit at all."""
         return self.limit < math.inf
 
     def judge(
@@ -171,9 +173,12 @@ class NormHistory:
         return [_median_of_positive(column, statistics.median_low) for column in zip(*medians, strict=True)]
 
     def medians_of(self, worker: int) -> list[float]:
+        """The medians of a worker's last norms, as `remember` got them; 0 where nothing is known."""
         return self._medians[worker]
 
     def remember(self, worker: int, norms: list[float]) -> None:
+        """Adds the norms of a worker's contribution, of all blocks together and then of each, and forgets the oldest beyond
+        `KEPT`."""
         rows = self._rows[worker]
         rows.append(norms)
         self._medians[worker] = [_median_of_positive(column, statistics.median) for column in zip(*rows, strict=True)]

@@ -116,4 +116,6 @@ def register_shards(name: str, policy: Any) -> None:
 
 
 def make_choice(name: str, *, workers: int, shards: int, seed: int) -> Choose:
+    """The shard policy of this name for a run: a function (worker, round, shards) -> number of the shard. Raises UserError for
+    an unknown name, and if the policy does not suit the numbers of workers and shards."""
     return SHARD_POLICIES.find(name)(workers=workers, shards=shards, seed=seed)

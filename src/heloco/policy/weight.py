@@ -202,4 +202,6 @@ def weight_knobs(name: str) -> dict[str, Knob]:
 
 
 def make_weight(name: str, **options: object) -> Weight:
+    """The arrival weight of this name: a function (counts) -> ρ. `options` are the parameters that the weight has. Raises
+    UserError for an unknown name or a value out of range."""
     return WEIGHTS.find(name)(**options)

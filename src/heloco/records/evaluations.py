@@ -17,8 +17,8 @@ class EvaluationRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     units: int
     """Tokens or samples of all accepted contributions, as run.json says."""
     mean: Measures
-    """Over the sources."""
+    """The mean of each measure over the sources."""
     scores: dict[str, Measures]
-    """Of each source."""
+    """The measures of each source, by its name."""
     machine: str = ""
     """The machine that evaluated; empty if the synchronizer did."""

@@ -283,6 +283,8 @@ class Journal:
         return False
 
     def close(self) -> None:
+        """Closes the journal's files. Events that were not made durable may still be lost in a power cut. It may be called
+        twice."""
         for handle in (self._file, self._acknowledged_handle, self._folder_handle):
             if handle >= 0:
                 with contextlib.suppress(OSError):

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 
 def finite_or_none(value: float | None) -> float | None:
+    """The number, or None if it is NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 

@@ -53,6 +53,7 @@ class Lines(Generic[RecordT]):
         make_durable(self._file.fileno(), self.path)
 
     def close(self) -> None:
+        """Closes the file. Its lines reached the operating system, but call `sync` first to make them durable."""
         self._file.close()
 
 

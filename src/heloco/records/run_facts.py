@@ -39,14 +39,14 @@ class RunFacts(Struct, frozen=True, kw_only=True):
 
     method: str
     paces: list[float]
-    """Of each worker, in seconds per inner step. Those of real machines are measured instead."""
+    """Each worker's pace in seconds per inner step, as the config says. The paces of real machines are measured instead."""
     unit: str
     """What the task counts: tokens or samples."""
     task_digest: str
-    """Of the data; `EXTERNAL` if only the machines know it."""
+    """Identifies the data; `EXTERNAL` if only the machines know it."""
     config_digest: str
     threads: Count
-    """On which a simulation's inner steps were computed: their last bits depend on it."""
+    """The number of threads that computed a simulation's inner steps; their last bits depend on it."""
     shards: list[ShardFacts]
     blocks: list[BlockFacts]
     buffers: list[str]
@@ -61,11 +61,11 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     """What the config names from other packages, such as "method mine" -> the package that brings it."""
     parameters: int = 0
     model_digest: str = ""
-    """Of what describes the model outside of the run's config; empty if nothing does."""
+    """Identifies what describes the model outside of the run's config, such as a config.json; empty if nothing does."""
     passing_buffers: list[str] = []
-    """Buffers that a state_dict does not hold."""
+    """The names of buffers that the model's state_dict does not hold."""
     dtypes: list[str] = []
-    """Of each block, if machines brought the model; empty: float32."""
+    """The dtype of each block, if machines brought the model; empty: all are float32."""
 
     @property
     def is_real(self) -> bool:

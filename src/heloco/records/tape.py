@@ -33,9 +33,9 @@ class Traffic(Struct, frozen=True):
     """Bytes of a round's tensors, as files."""
 
     bytes_down: int = 0
-    """Of the start, or of the difference that led to it."""
+    """Bytes of the round's start, or of the difference that led to it."""
     bytes_up: int = 0
-    """Of the contribution."""
+    """Bytes of the round's contribution."""
 
 
 class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -45,9 +45,9 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     """Accepted contributions so far, this one included."""
     verdict: Verdict
     time_s: float
-    """When it arrived: in virtual seconds, or in those of a real run's clock."""
+    """When the contribution arrived: in virtual seconds, or in seconds on a real run's own clock."""
     start_s: float
-    """When its round was handed out."""
+    """When the contribution's round was handed out, on the same clock as `time_s`."""
     outer_step: int
     worker: Index
     round: int
@@ -64,22 +64,22 @@ class ArrivalRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
     last_loss: float | None
     samples: int
     units: int
-    """Tokens or samples, as run.json says."""
+    """What the round read, in the unit that run.json names: tokens or samples."""
     code: ArrivalCode = ""
-    """Why it was not simply applied; empty if it was."""
+    """Why the contribution was not applied unchanged; empty if it was."""
     reason: str = ""
-    """The same as a sentence."""
+    """The sentence for people that belongs to `code`."""
     clipped: float | None = None
     """The smallest factor with which the norm guard scaled a block down; None if it scaled none."""
     blocks: BlockColumns | None = None
-    """None if the outer rule was not applied."""
+    """What the outer rule did block by block; None if it was not applied."""
     bytes_down: int = 0
     """Bytes of the round's start as it travelled: whole, or as a difference."""
     bytes_up: int = 0
     """Bytes of the contribution."""
     machine: str = ""
-    """The id of the machine that sent it; empty in a simulation. So are the next two."""
+    """The id of the machine that sent the contribution; empty in a simulation."""
     participants: int = 0
-    """Machines that contributed to the last arrivals."""
+    """How many machines contributed to the last arrivals; 0 in a simulation."""
     digest: str = ""
-    """xxh3-64 of the outer parameters after this arrival."""
+    """xxh3-64 of the outer parameters after this arrival; empty in a simulation."""

@@ -42,6 +42,7 @@ CHANGES_KEPT = 100
 
 
 def check_parts() -> None:
+    """Raises UserError, with the command that installs them, if packages that serve the page are missing."""
     missing_modules = [name for name in PARTS if find_spec(name) is None]
     if missing_modules:
         raise UserError(f'`heloco watch` needs {" and ".join(missing_modules)}: pip install "heloco[report]"')

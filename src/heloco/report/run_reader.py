@@ -158,6 +158,7 @@ class Run:
 
     @property
     def method(self) -> str:
+        """The name of the run's outer method."""
         return self.facts.method
 
     @property
@@ -202,10 +203,12 @@ class Run:
 
     @property
     def sources(self) -> list[str]:
+        """The names of what was evaluated, such as languages, in the order in which they first appear."""
         return list(dict.fromkeys(source for record in self.evals for source in record.scores))
 
     @property
     def measures(self) -> list[str]:
+        """The names of what evaluations measure, such as `loss`, in the order in which they first appear."""
         return list(dict.fromkeys(measure for record in self.evals for measure in record.mean))
 
     @property

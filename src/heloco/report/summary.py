@@ -101,9 +101,11 @@ class RunSummary:
 
     @property
     def clock(self) -> str:
+        """What kind of seconds the times are, as a word for people: real or virtual."""
         return "real" if self.is_real else "virtual"
 
     def add_arrival(self, record: ArrivalRecord) -> None:
+        """Adds a line of the tape. A refused contribution counts only as refused."""
         worker = self.workers[record.worker]
         self.time_s = record.time_s
         self.outer_step = record.outer_step
@@ -135,6 +137,7 @@ class RunSummary:
         self.recent.append(machine.id)
 
     def machine(self, id: str) -> MachineSummary:
+        """The summary of the machine with this id; an empty one is made for a machine that is new."""
         return self.machines.setdefault(id, MachineSummary(id))
 
     def label(self, machine: str) -> str:
@@ -143,11 +146,13 @@ class RunSummary:
         return machine if sum(name_of(other) == name for other in self.machines) > 1 else name
 
     def add_refusal(self, worker: int, machine: str) -> None:
+        """Counts a refused contribution of a worker, and of the machine that sent it unless `machine` is empty."""
         self.workers[worker].refused += 1
         if machine:
             self.machine(machine).refused += 1
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
+        """Takes in an evaluation. The first and the last one are kept."""
         self.first_eval = self.first_eval or record
         self.last_eval = record
 
@@ -156,6 +161,7 @@ class RunSummary:
         return worker.measured_s if self.is_real else worker.pace_s
 
     def share(self, contributions: ContributionTotals) -> float:
+        """The share of all accepted contributions that came from this worker or machine."""
         return contributions.arrivals / self.arrivals if self.arrivals else 0.0
 
     def recent_share(self, machine: MachineSummary) -> float:
@@ -163,6 +169,7 @@ class RunSummary:
         return self.recent.count(machine.id) / len(self.recent) if self.recent else 0.0
 
     def movement_share(self, worker: WorkerSummary) -> float:
+        """The worker's share of how far the outer parameters moved, summed over its arrivals."""
         total = sum(w.movement for w in self.workers)
         return worker.movement / total if total else 0.0
 

@@ -17,6 +17,7 @@ STYLES = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "
 
 
 def wide_console() -> Console:
+    """A console for tables: as wide as the terminal, or `WIDE` columns if the output is no terminal."""
     return Console() if sys.stdout.isatty() else Console(width=WIDE)
 
 
@@ -37,6 +38,8 @@ def _starred(cell: Cell) -> str:
 
 
 def as_markdown(table: TableData) -> str:
+    """The table as Markdown, with its title as a heading and its caption below. The best values are bold."""
+
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
 

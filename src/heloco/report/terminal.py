@@ -43,6 +43,7 @@ class Progress:
         self._begun_at = summary.arrivals
 
     def on_arrival(self, record: ArrivalRecord) -> None:
+        """Adds a line of the tape, prints a refusal, and redraws the panel."""
         self.summary.add_arrival(record)
         if record.verdict == "refused":
             self.console.print(f"[yellow]worker {record.worker}'s contribution was refused: {record.reason}[/]")
@@ -50,6 +51,7 @@ class Progress:
             self.live.update(self.panel())
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Takes in an evaluation: redraws the panel, or prints a line if there is none."""
         self.summary.add_evaluation(record)
         if self.live:
             self.live.update(self.panel())
@@ -68,6 +70,7 @@ class Progress:
         )
 
     def panel(self) -> RenderableType:
+        """The panel as it looks now: progress with the time that is left, loss, and a row per worker."""
         s = self.summary
         elapsed = time.monotonic() - self._began
         arrivals_done = s.arrivals - self._begun_at
@@ -109,6 +112,7 @@ def _loss(summary: RunSummary) -> str:
 
 @contextmanager
 def show_progress(progress: Progress) -> Iterator[Progress]:
+    """A context in which the panel of `progress` is on the screen. If the output is no terminal, nothing is drawn."""
     if not progress.console.is_terminal:
         yield progress
         return
@@ -200,6 +204,7 @@ def cases_table(summary: RunSummary) -> Table:
 
 
 def schedule_table(time_s: float, workers: "Sequence[WorkerShare]", paces: list[float]) -> Table:
+    """The table of `heloco schedule`: each worker's inner steps, arrivals and staleness within the virtual time `time_s`."""
     table = Table(title=f"Virtual time {duration(time_s)} ({time_s:g} s)", title_justify="left")
     for name in ("worker", "pace", "inner steps", "arrivals", "share", "mean staleness", "max"):
         table.add_column(name, justify="left" if name == "worker" else "right")

@@ -51,6 +51,7 @@ class CheckpointState(Struct, frozen=True, kw_only=True):
 
     @property
     def arrival(self) -> int:
+        """How many contributions were accepted before the checkpoint."""
         return self.books.arrivals
 
 

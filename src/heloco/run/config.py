@@ -23,9 +23,9 @@ class InputConfig:
     """What is trained: a language model on text, an image classifier on shapes drawn by code, whatever machines bring
     (external), or a task of your own by its name."""
     data: str = "builtin"
-    """builtin (languages made by code), a folder of text with one file or sub-folder per shard, or hf:DATASET."""
+    """The text: builtin (languages made by code), a folder with one file or sub-folder of text per shard, or hf:DATASET."""
     tokenizer: str = ""
-    """bytes, gpt2, or the path of a tokenizer.json or .tiktoken file; unset: the hf model's own, else bytes."""
+    """The tokenizer: bytes, gpt2, or the path of a tokenizer.json or .tiktoken file; unset: the hf model's own, else bytes."""
     languages: list[str] = field(default_factory=list)
     """Which sources of the data to use, in this order; empty: all."""
     split: Literal["source", "iid", "dirichlet"] = "source"
@@ -51,7 +51,7 @@ class ModelConfig:
     heads: int = 0
     """Attention heads; 0: the preset's."""
     vocab_size: int = 0
-    """0: the tokenizer's."""
+    """The vocabulary size of a TinyGPT; 0: the tokenizer's."""
     context: int = 0
     """Tokens per sample; 0: the preset's, or of an hf model 128, at most its positions."""
     eval_windows: int = 64
@@ -68,19 +68,20 @@ class RoundsConfig:
     paces: list[float] = field(default_factory=lambda: [1.0, 1.0, 2.0, 3.0, 6.0])
     """Seconds per inner step of each worker, e.g. 1,1,6,6,6."""
     workers: int = 0
-    """How many workers; 0: as many as paces. Otherwise they have the paces in turn, from the first again after the last."""
+    """The number of workers; 0: as many as paces. Otherwise they get the paces in turn, from the first again after the last."""
     inner_steps: int = 10
     """H, the inner steps of a round."""
     steps: Literal["constant", "dylu"] = "constant"
-    """H for all, or DyLU: in proportion to a worker's speed."""
+    """How long rounds are: H inner steps for all workers, or in proportion to a worker's speed (dylu)."""
     assign: str = "fixed"
     """Which shard a round takes: the worker's own, the least visited, Liu's probability, or a policy of your own by its name."""
     grace: float = 0.0
-    """How long others may still arrive after a first one before anybody starts again: a share of the fastest worker's round."""
+    """How long the synchronizer waits after an arrival for others, so that workers start together, as a share of the fastest
+    worker's round."""
 
     @property
     def grace_s(self) -> float:
-        """The same in virtual seconds."""
+        """The grace period in virtual seconds."""
         return self.grace * self.inner_steps * min(self.paces)
 
 
@@ -98,7 +99,7 @@ class OuterConfig:
     drop: Literal["never", "zero", "skip"] = "never"
     """What happens to contributions staler than drop_above: applied, set to zero (the paper), or skipped."""
     drop_above: int = 0
-    """The largest staleness that is still applied."""
+    """The largest staleness at which a contribution is still applied."""
     norm_limit: float | Literal["off"] = 10.0
     """How many times the usual norm a pseudo-gradient may have, as a whole and in each block; off: any."""
     norm_policy: Literal["clip", "refuse"] = "clip"
@@ -112,7 +113,7 @@ class RunSettings:
     arrivals: int = 120
     """How many contributions the run takes in."""
     seed: int = 0
-    """Everything random comes from it."""
+    """The seed that everything random in the run is derived from."""
     eval_every: int = 10
     """Arrivals between evaluations; 0: only at the start and the end."""
     checkpoint_every: int = 20
@@ -120,30 +121,31 @@ class RunSettings:
     max_refusals: int = 5
     """Refused contributions (NaN, Inf) in a row after which the run stops."""
     device: str = "auto"
-    """cpu, cuda, cuda:1, or auto: a GPU where there is one."""
+    """The device that computes: cpu, cuda, cuda:1, or auto (a GPU if there is one)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Of runs on real machines. These settings may be changed when a run is taken up again."""
+    """Settings of runs on real machines. They settings may be changed when a run is taken up again."""
 
     min_workers: int = 1
-    """How many machines must take part; with fewer the run pauses."""
+    """How many machines must take part; the run pauses if there are fewer."""
     give_up_after_s: float = 3600.0
     """How long a pause may last before the run ends."""
     participation: int = 0
-    """Arrivals over which it is counted who takes part; 0: four times the workers."""
+    """The number of last arrivals that decide which machines take part; 0: four times the workers."""
     beat_s: float = 2.0
     """Seconds between a machine's signs of life."""
     patience: float = 10.0
     """A machine is lost after this many times its usual time between two signs of progress (at least a beat), and a round is
     given to another after this many times what the machine's rounds usually take."""
     round_limit_s: float = 3600.0
-    """The longest that any round may take, in seconds from handing out; the first round of a machine is measured by it alone."""
+    """The longest that any round may take, in seconds after it was handed out; the only limit until rounds were measured."""
     model_limit_gb: float = 0.0
     """The largest model that a machine may bring to an external run; 0: half of the free space."""
     journal_gb: float = 10.0
-    """Contributions are kept for a replay from the start while they fit. Then those before the last checkpoints are deleted."""
+    """Gigabytes of contributions that are kept for a replay from the start. Beyond that, those before the last checkpoints are
+    deleted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +256,7 @@ def weight_options(config: RunConfig) -> Settings:
 
 
 def gpt_config(model: ModelConfig) -> GPTConfig:
+    """The sizes of the TinyGPT that these settings describe: the preset's, with the settings that are not 0 in their place."""
     sizes = ("width", "layers", "heads", "context", "vocab_size")
     return preset(model.preset, **{name: getattr(model, name) for name in sizes})
 

@@ -42,6 +42,7 @@ class RunFolder:
 
     @property
     def remedy(self) -> str:
+        """A sentence for error messages: the command that resumes this run."""
         return f"`{resume_command(self.path)}` goes on from the last checkpoint."
 
     # ---- making and finding
@@ -64,6 +65,7 @@ class RunFolder:
 
     @staticmethod
     def check_free(path: Path, among: tuple[str, ...] = ()) -> None:
+        """Raises UserError if `path` holds a run already, is a file, or holds anything but the names in `among`."""
         if (path / CONFIG).is_file():
             raise UserError(f"The run folder {path} exists: choose another --out, or `{resume_command(path)}` to go on with it.")
         if path.exists() and (not path.is_dir() or any(each.name not in among for each in path.iterdir())):
@@ -71,6 +73,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
+        """The folder of an existing run. Raises UserError if it has no config. It is not taken for this process: see `take`."""
         if not (path / CONFIG).is_file():
             raise UserError(
                 f"{path} is no run folder (it has no {CONFIG}): give the folder that `heloco train` or `serve` named."
@@ -140,11 +143,13 @@ class RunFolder:
             raise
 
     def write_arrival(self, record: ArrivalRecord) -> None:
+        """Appends a line to the tape, after `start_writing`. Raises UserError if the disk is full."""
         assert self.tape is not None
         with disk_errors(self.path / TAPE, self.remedy):
             self.tape.append(record)
 
     def write_eval(self, record: EvaluationRecord) -> None:
+        """Appends a line to the evaluations, after `start_writing`. Raises UserError if the disk is full."""
         assert self.evals is not None
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
@@ -174,6 +179,7 @@ class RunFolder:
         return checkpoint.list_checkpoints(self.path / CHECKPOINTS)
 
     def latest(self) -> Path | None:
+        """The folder of the newest checkpoint; None if there is none."""
         checkpoints = self.checkpoints()
         return checkpoints[-1] if checkpoints else None
 
@@ -190,6 +196,7 @@ class RunFolder:
         return loaded
 
     def close(self) -> None:
+        """Closes the tape and the evaluations, and lets other processes take the folder."""
         for lines in (self.tape, self.evals):
             if lines is not None:
                 lines.close()

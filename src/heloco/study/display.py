@@ -34,6 +34,7 @@ class StudyDisplay(AbstractContextManager["StudyDisplay"]):
         (self._bar or nullcontext()).__exit__(*error)
 
     def on_progress(self, steps_done: int, steps_total: int) -> None:
+        """Takes in how many of the study's inner steps are done, and moves the bar. The time left is estimated from it."""
         elapsed_s = time.monotonic() - self._began
         self.time_left = f"{duration(elapsed_s / steps_done * (steps_total - steps_done))} left" if steps_done else ""
         if self._bar and self._task is not None:
@@ -42,6 +43,7 @@ class StudyDisplay(AbstractContextManager["StudyDisplay"]):
             self._bar.update(self._task, total=steps_total, completed=steps_done, description=description)
 
     def show_run(self, places: Sequence[Place], record: RunRecord) -> None:
+        """Counts a run that has ended and prints a line about it. `places`: the cells of the grid that share the run."""
         self.ended += 1
         first = places[0]
         rows = first.row if len({place.row for place in places}) == 1 else f"{len({place.row for place in places})} rows"

@@ -58,10 +58,12 @@ class Folder:
 
     @property
     def path(self) -> Path:
+        """The folder with the tables, figures and page of this study."""
         return self.out / self.study
 
     @property
     def store(self) -> RunStore:
+        """The finished runs, which all studies under `out` share."""
         return RunStore(self.out / "runs")
 
     def check_ours(self) -> None:

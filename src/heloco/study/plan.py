@@ -39,9 +39,11 @@ class Plan:
         return next(iter(self.runs.values())).task.digest
 
     def places_of(self, name: str) -> list[Place]:
+        """The places of the grid that the run with this digest fills."""
         return [place for place, digest in zip(self.places, self.digests, strict=True) if digest == name]
 
     def find_missing(self, store: RunStore) -> list[PlannedRun]:
+        """The runs that `store` does not have yet, in the order of the plan."""
         return [run for name, run in self.runs.items() if store.read(name) is None]
 
     def results(self, store: RunStore) -> Results:

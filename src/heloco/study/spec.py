@@ -55,7 +55,8 @@ class TableSpec:
     """A table of a study, as its TOML file describes it."""
 
     kind: Literal["losses", "sources", "budget", "order"]
-    """Final losses, rows × methods; final measures per source; the paper's Table 1; the order of the methods in each row."""
+    """What the table shows. losses: final losses, rows × methods; sources: final measures per source; budget: the paper's
+    Table 1; order: the order of the methods in each row."""
     title: str
     caption: str = ""
     lines: Literal["rows", "methods"] = "rows"
@@ -63,13 +64,13 @@ class TableSpec:
     baseline: str = ""
     """The method that the others' losses are compared with, in `losses`."""
     measure: str = "loss"
-    """In `sources`."""
+    """The measure that a table of kind `sources` shows."""
     methods: list[str] = field(default_factory=list)
-    """Only these, in `losses` and `sources`; empty: all."""
+    """The methods that tables of kind `losses` and `sources` show; empty: all."""
     variants: list[str] = field(default_factory=list)
     """The methods that stand where the paper has HeLoCo, in `budget` and `order`."""
     against: list[str] = field(default_factory=list)
-    """The methods they are compared with."""
+    """The methods that `variants` are compared with, in `budget` and `order`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,14 @@ class FigureSpec:
     caption: str = ""
     x: Literal["inner_steps", "time_s"] = "inner_steps"
     panels: list[Axis]
-    """A panel for each combination of these."""
+    """The axes of the grid with a panel for each combination of their values."""
     lines: Axis
     rows: list[str] = field(default_factory=list)
-    """Only these rows; empty: all. So for methods and sources; a source may also be given by its number, the last is -1."""
+    """The rows that the figure shows; empty: all."""
     methods: list[str] = field(default_factory=list)
+    """The methods that the figure shows; empty: all."""
     sources: list[str | int] = field(default_factory=list)
+    """The sources that the figure shows, by name or by number (-1 is the last); empty: all."""
     columns: int = 2
 
 

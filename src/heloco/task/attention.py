@@ -17,6 +17,8 @@ DEPTHS = (16, 32)  # of a head; the tiles of a deeper one do not fit in shared m
 
 
 def attend(qkv: Tensor) -> Tensor:
+    """Attends to earlier tokens: [sequences, length, 3, heads, depth] -> [sequences, length, width]. It uses the fused kernels
+    if they support the shape and rounding is allowed, otherwise torch's attention."""
     _, length, _, _, depth = qkv.shape
     if may_round(qkv) and length <= LONGEST and depth in DEPTHS:
         fused: Tensor = FusedAttention.apply(qkv)  # type: ignore[no-untyped-call]

@@ -47,6 +47,7 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def preset(name: str, **changes: int | bool) -> GPTConfig:
+    """The TinyGPT sizes of this name with `changes` to some of them. Raises UserError for an unknown name."""
     if name not in PRESETS:
         raise UserError(f"There is no model preset {name!r}; {nearest(name, list(PRESETS))}")
     return replace(PRESETS[name], **changes)  # type: ignore[arg-type]

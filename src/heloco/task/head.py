@@ -129,5 +129,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
+    """x Wᵀ for each model of a stack: [stack, tokens, width] and [stack, vocabulary, width] -> [stack, tokens, vocabulary]. The
+    gradient for W has W's own memory layout, so it need not be copied."""
     product: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
     return product

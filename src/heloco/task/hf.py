@@ -162,6 +162,7 @@ def _download(name: str) -> Path:
 
 
 def transformers() -> Any:
+    """The transformers library, imported on demand. Raises UserError if it is missing or older than version 5."""
     module = library("transformers", "A Hugging Face model", extra="hf")
     if int(module.__version__.partition(".")[0]) < 5:
         raise UserError(f"transformers {module.__version__} is too old: pip install 'heloco[hf]' brings 5 or newer.")
@@ -188,6 +189,7 @@ def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def save(model: Any, folder: Path) -> None:
+    """Writes a Hugging Face model to a folder, as transformers does, without its progress bars."""
     with quiet():
         model.save_pretrained(folder)
 

@@ -24,6 +24,7 @@ GATHERED, GATHERED_BUFFER, OUTER_STATE = "gathered", "gathered_buffer", "outer"
 
 
 def block_name(kind: str, index: int) -> str:
+    """The name of a tensor in a file: `kind` is one of the constants above, and `index` counts the blocks of that kind."""
     return f"{kind}.{index}"
 
 
@@ -34,14 +35,17 @@ def parse_block_name(name: str) -> tuple[str, int]:
 
 
 def name_blocks(kind: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors by name, numbered from 0 in their order."""
     return {block_name(kind, index): tensor for index, tensor in enumerate(tensors)}
 
 
 def name_start(parameters: Iterable[Tensor], buffers: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a start by name: parameters, then buffers."""
     return name_blocks(PARAMETER, parameters) | name_blocks(BUFFER, buffers)
 
 
 def name_contribution(pseudo_gradient: Iterable[Tensor], buffers: Iterable[Tensor]) -> dict[str, Tensor]:
+    """The tensors of a contribution by name: the pseudo-gradient's blocks, then buffers."""
     return name_blocks(PSEUDO_GRADIENT, pseudo_gradient) | name_blocks(BUFFER, buffers)
 
 

@@ -28,9 +28,9 @@ class Residual:
     """What the codes of a worker's contributions left out so far, block by block."""
 
     round: int = NO_ROUND
-    """The worker's round that it stems from."""
+    """The index of the worker's round whose codes left this out; `NO_ROUND` if there was none."""
     blocks: dict[int, Tensor] | None = None
-    """By block: in float32, of the block's shape."""
+    """Block number -> what was left out of the block, in float32 and of its shape."""
 
 
 class ContributionEncoder:

@@ -36,9 +36,9 @@ class Rounding:
     residual: Tensor | None = None
     """What earlier codes of this block left out, of the block's shape; it is brought up to date. None: without error feedback."""
     decay: float = 1.0
-    """What is left of the residual after a round."""
+    """The factor β that multiplies the residual before the next block is added; 1 keeps all of it."""
     noise: codes.Noise | None = None
-    """For stochastic rounding; None: to the nearest."""
+    """The random numbers for stochastic rounding; None: numbers are rounded to the nearest code."""
 
 
 TO_NEAREST = Rounding()
@@ -52,7 +52,7 @@ class Format(Protocol):
 
     @property
     def bits(self) -> float:
-        """Of a number in a large matrix."""
+        """Bits per number of a large matrix, its scales included."""
 
     @property
     def has_feedback(self) -> bool:
@@ -62,7 +62,7 @@ class Format(Protocol):
         """Dtype and shape of the tensors that stand for a block: its numbers, or codes and scales."""
 
     def encode(self, block: Tensor, rounding: Rounding = TO_NEAREST) -> tuple[Tensor, ...]:
-        """These tensors."""
+        """The tensors that stand for the block, with the dtypes and shapes that `parts` gives. Brings the residual up to date."""
 
     def block(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> "Tensor | CodedBlock":
         """The block from these tensors."""
@@ -75,7 +75,7 @@ class PlainFormat:
     name: str
     bits: float
     dtype: torch.dtype | None
-    """None: float32, or the block's own dtype where that is wider."""
+    """The dtype of all blocks; None: float32, or the block's own dtype where that is wider."""
     has_feedback: bool = False
 
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartShape, ...]:

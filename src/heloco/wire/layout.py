@@ -42,6 +42,7 @@ class Layout:
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Layout":
+        """The layout of a file with these tensors. Raises ValueError for a dtype that safetensors files cannot hold."""
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is of {tensor.dtype}, which safetensors files cannot hold.")
@@ -73,6 +74,7 @@ class Layout:
 
     @property
     def names(self) -> list[str]:
+        """The names of the tensors, in file order."""
         return [name for name, _, _ in self.entries]
 
     @cached_property
@@ -89,6 +91,8 @@ class Layout:
 
     @cached_property
     def header(self) -> bytes:
+        """The first bytes of the file, up to the first tensor's: the header's length and its JSON, padded to a multiple of 8
+        bytes."""
         table = {
             name: {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
             for (name, dtype, shape), (at, size) in zip(self.entries, self.spans, strict=True)

@@ -13,27 +13,28 @@ class LinkOptions:
     """What travels between the workers and the synchronizer, in which format, and in a simulation how long it takes."""
 
     wire: FormatName = "fp32"
-    """The format of contributions. e3m0 has 4 bits too; topk is an experiment."""
+    """The format in which contributions travel. int4 and e3m0 have 4 bits per number; topk is an experiment."""
     wire_down: Literal["", FormatName] = ""
-    """The format in which starts travel, as differences from the worker's last one; unset: that of contributions. fp32: whole."""
+    """The format in which starts travel, as differences from the worker's last start. Unset: the format of contributions.
+    With fp32 starts travel whole."""
     full_every: int = 50
-    """Every so many rounds a worker gets a whole start instead of a difference."""
+    """A worker gets a whole start instead of a difference once in this many rounds."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """How the codes of contributions are rounded."""
+    """How the numbers of contributions are rounded to codes: to the nearest code, or at random so that the mean is right."""
     error_feedback: bool = True
     """Whether a worker adds what the codes of its last contribution left out to its next one, with 8 bits and below."""
     feedback_decay: float = 1.0
-    """What is left of that after a round."""
+    """The factor β by which error feedback multiplies the residual of earlier contributions in each round; 1: nothing is lost."""
     overlap: bool = False
     """Whether a worker computes while its contribution and its next start travel, and merges the start when it arrives."""
     merge_share: float = 0.5
     """The share of a worker's own parameters when it merges a start that arrives late; the rest is the start's."""
     fragments: int = 1
-    """In how many parts a start is sent when workers overlap: each is merged when it arrives."""
+    """The number of parts in which a start is sent when workers overlap; each part is merged when it arrives."""
     up_mbit_s: list[float] = field(default_factory=list)
-    """In simulations: megabits per second from each worker, in turn as for paces; unset: sending takes no time."""
+    """In simulations: megabits per second from each worker to the synchronizer, in turn as for paces; unset: no time passes."""
     down_mbit_s: list[float] = field(default_factory=list)
-    """The same to each worker."""
+    """In simulations: megabits per second from the synchronizer to each worker, in turn as for paces; unset: it takes no time."""
     latency_s: list[float] = field(default_factory=list)
     """In simulations: seconds before the first byte arrives, each way, in turn as for paces."""
 
@@ -67,5 +68,5 @@ class LinkOptions:
 
     @property
     def down_format(self) -> FormatName:
-        """The format of starts."""
+        """The format of starts: `wire_down`, or that of contributions if it is unset."""
         return self.wire_down or self.wire

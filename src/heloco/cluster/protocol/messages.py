@@ -49,7 +49,7 @@ class Ticket(Message, frozen=True, kw_only=True):
     machine: str
     """The machine's id. Everybody who may look at the run can see it."""
     secret: str
-    """Known to this machine alone; the run keeps only its hash."""
+    """A secret that only this machine knows; the run keeps its hash."""
 
 
 class Ended(Message, frozen=True, kw_only=True):
@@ -162,7 +162,7 @@ class Wait(Message, frozen=True, kw_only=True, tag="wait", tag_field="answer"):
     kind: WaitKind
     text: str
     ask_again_s: float = 1.0
-    """When to ask again, if the run has not changed before."""
+    """Seconds after which the machine asks again, if the run has not changed before."""
 
 
 class EvaluationJob(Message, frozen=True, kw_only=True, tag="evaluation", tag_field="answer"):
@@ -302,10 +302,10 @@ class Status(Message, frozen=True, kw_only=True):
     participation_window: int
     min_workers: int
     beat_s: float
-    """How often a machine reports, in seconds."""
+    """Seconds between two signs of life of a machine."""
     per_minute: float | None
     evaluations_due: int
-    """Evaluations that are under way or wait."""
+    """How many evaluations are under way or waiting."""
     machines: tuple[MachineStatus, ...]
 
 

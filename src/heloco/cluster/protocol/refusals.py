@@ -128,4 +128,5 @@ class Refused(Exception):
 
 
 def as_error(refusal: Refusal) -> Refused:
+    """The exception for a refusal that came over a link, so that a client raises what the server raised."""
     return Refused(refusal.code, refusal.text, size=refusal.size, end=refusal.end)

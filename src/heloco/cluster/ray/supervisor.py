@@ -53,9 +53,8 @@ class RaySupervisor:
         tell: Callable[[str], Any] = print,
         **ray: Any,
     ) -> None:
-        """`address`: a Ray cluster to join. `cluster`: one that is connected already, and stays
-        connected. `threads`: number of threads of the synchronizer. `ray`: further options for
-        `start_ray`."""
+        """`address`: a Ray cluster to join. `cluster`: one that is connected already, and stays connected. `threads`: number of
+        threads of the synchronizer. `ray`: further options for `start_ray`."""
         self.spec, self.keep, self.tell, self.name = spec, keep, tell, name
         self.address = ""
         """Address of the gateway; empty if the spec has none."""
@@ -112,6 +111,7 @@ class RaySupervisor:
 
     @property
     def link(self) -> RayLink:
+        """The connection to the synchronizer's process. A restart replaces it, so do not keep it."""
         assert self._link is not None, "the synchronizer was not started"
         return self._link
 

@@ -82,6 +82,7 @@ class ServeSpec:
 
 
 def spec_of(config: RunConfig, folder: Path, **about: Any) -> ServeSpec:
+    """The spec that serves a new run with this config in `folder`. `about`: further fields of `ServeSpec`."""
     return ServeSpec(str(folder), to_toml(config), **about)
 
 
@@ -138,6 +139,10 @@ class RunHost:
 
     @classmethod
     def open(cls, spec: ServeSpec, progress: Any = None) -> "RunHost":
+        """Begins or resumes the run that `spec` describes and serves it, over HTTPS if the spec has `listen`.
+
+        Raises UserError if the config, the data or the run's folder cannot be used. `progress` is called while data is prepared.
+        """
         raise_descriptor_limit()
         return cls(open_service(spec, progress), spec.listen)
 
@@ -160,6 +165,7 @@ class RunHost:
 
     @property
     def address(self) -> str:
+        """The gateway's URL, as machines join it; empty if there is no gateway."""
         return self.gateway.address if self.gateway else ""
 
     def token(self, right: Right) -> str:
@@ -171,9 +177,12 @@ class RunHost:
     # ---- controlling it
 
     def status(self) -> Status:
+        """Where the run stands, with its machines, pauses and ending. May be called from any thread."""
         return self.service.admin.status()
 
     def stop(self, text: str) -> None:
+        """Saves the run and ends it for now: machines are told `text`. `heloco serve` can resume it. The gateway answers until
+        `close`."""
         self.service.admin.stop(text)
 
     def list_tokens(self) -> TokenList:
@@ -183,6 +192,10 @@ class RunHost:
         return TokenList(tokens=tuple(token.info(machine_tokens.count(token.id)) for token in tokens))
 
     def new_token(self, right: Right, note: str) -> TokenInfo:
+        """Makes a token with this right and returns it with its secret, which is shown only here. `note` says what it is for.
+
+        Raises UserError if the run has no gateway, and Refused if it has too many tokens.
+        """
         tokens, gateway = self._tokens_and_gateway()
         token = tokens.add(right, note)
         return token.info(token=tokens.text(token, gateway.fingerprint))
@@ -244,6 +257,8 @@ class LocalWorkers:
         return None
 
     def end(self, patience_s: float = 20.0) -> None:
+        """Ends all worker processes: asks each to end, waits up to `patience_s` for each in turn, and then kills those that
+        still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.terminate()

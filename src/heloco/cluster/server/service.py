@@ -100,6 +100,7 @@ class Service:
             run.finish_evaluations()
 
     def close(self) -> None:
+        """Drops unfinished uploads and closes the run's journal and files. Acknowledged contributions stay on disk."""
         with self.state.lock:
             self.state.uploads.close()
             self.models.drop()

@@ -37,6 +37,8 @@ class Token(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_revoked: bool = False
 
     def info(self, machines: int = 0, token: str = "") -> TokenInfo:
+        """What is shown of the token: `machines` that joined with it, and its pasted form `token` if it may be seen. The secret
+        is left out."""
         return TokenInfo(
             id=self.id,
             right=self.right,
@@ -90,6 +92,7 @@ class TokenBook:
         return next((token for token in tokens if not token.is_revoked), None)
 
     def get(self, token_id: str) -> Token:
+        """The token with this id, even if it was revoked. Raises Refused if there is none."""
         token = next((token for token in self._tokens if token.id == token_id), None)
         if token is None:
             raise Refused(RefusalCode.NO_SUCH, f"There is no token {token_id!r}: `heloco tokens` lists them.")
@@ -106,15 +109,19 @@ class TokenBook:
             return valid[0] if valid else self._add(right, "made because all others were revoked")
 
     def all(self) -> list[Token]:
+        """All tokens, oldest first, the revoked ones included."""
         return list(self._tokens)
 
     def add(self, right: Right, note: str) -> Token:
+        """Makes a token, writes it to the file and returns it. Raises Refused if the run has `TOKEN_LIMIT` tokens already."""
         with self._lock:
             if len(self._tokens) >= TOKEN_LIMIT:
                 raise Refused(RefusalCode.BUSY, f"The run has {TOKEN_LIMIT} tokens already.")
             return self._add(right, note)
 
     def revoke(self, token_id: str) -> Token:
+        """Marks a token as no longer valid and returns it as it was. Raises Refused if there is none, or if it is the last
+        valid admin token."""
         with self._lock:
             token = self.get(token_id)
             if token.right == "admin" and self.valid("admin") == [token]:

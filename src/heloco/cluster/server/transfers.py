@@ -56,6 +56,12 @@ class Upload:
             return self.turn
 
     def write(self, turn: int, piece: bytes | memoryview) -> None:
+        """Appends a piece to the file. `turn` is what `begin` returned.
+
+        Raises Refused if another connection has taken over, the file is sealed, or the disk is full; what has arrived stays.
+        If the file gets too long or its header is not the layout's, Refused is raised too, and the transfer begins again from
+        zero.
+        """
         with self._lock:
             self._check_not_sealed()
             if turn != self.turn:
@@ -82,15 +88,19 @@ class Upload:
 
     @property
     def is_complete(self) -> bool:
+        """Whether as many bytes have arrived as the layout's file has."""
         return self.size == self.layout.size
 
     def digest(self) -> str:
+        """The xxh3-128 hash of the bytes that have arrived, as hexadecimal digits."""
         return self._digest.hexdigest()
 
     def fileno(self) -> int:
+        """The descriptor of the open file, for mapping it or making it durable."""
         return self._file.fileno()
 
     def restart(self) -> None:
+        """Removes what has arrived, so that the sender can begin again from zero. Raises Refused if the file is sealed."""
         with self._lock:
             self._check_not_sealed()
             self._restart()
@@ -116,6 +126,8 @@ class Upload:
             self._is_sealed = False
 
     def close(self, *, remove: bool) -> None:
+        """Closes the file after the piece that is being written. Later calls of `begin` and `write` are refused. `remove`
+        deletes the file."""
         with self._lock:  # 1. a connection still writes, 2. the file is closed, 3. another file gets its descriptor
             self.turn += 1
             self._file.close()

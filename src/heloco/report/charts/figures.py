@@ -56,6 +56,7 @@ class Line:
                 yield x, y - (0.0 if math.isnan(half) else half), y + (0.0 if math.isnan(half) else half)
 
     def last(self) -> float | None:
+        """The last y of the line that is a number; None if there is none."""
         return next((y for y in reversed(insert_gaps(self.y)) if not math.isnan(y)), None)
 
 
