@@ -120,9 +120,9 @@ def _annotation(node: ast.arg | ast.FunctionDef) -> ast.expr | None:
 
 def test_what_crosses_a_border_has_a_type_of_its_own():
     """No function or class that another room imports takes or gives a `dict[str, Any]`."""
-    crossing, known = crossing_names(), definitions()
+    crossing, defined = crossing_names(), definitions()
     assert len(crossing) > 300
-    untyped = {name for name in crossing if any("dict[str, Any]" in text for text in annotations_of(known[name][1]))}
+    untyped = {name for name in crossing if any("dict[str, Any]" in text for text in annotations_of(defined[name][1]))}
     assert untyped <= SIGNATURES_OF_OTHERS, untyped - SIGNATURES_OF_OTHERS
 
 
