@@ -79,6 +79,6 @@ def used_names(path: Path) -> Iterator[str]:
 def crossing_names(*, inside_cluster: bool = False) -> set[str]:
     """The functions and classes at the top of a module that a file of another room uses; `inside_cluster`: also of another room
     of `cluster/`."""
-    room, known = inner_room_of if inside_cluster else room_of, definitions()
+    room = inner_room_of if inside_cluster else room_of
     used = {(name, room(path)) for path in MODULES for name in used_names(path)}
-    return {name for name, user in used if name in known and room(known[name][0]) != user}
+    return {name for name, user in used if name in definitions() and room(definitions()[name][0]) != user}
