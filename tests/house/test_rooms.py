@@ -129,6 +129,7 @@ BY_NAME = {
     "heloco.study.plan.make_plan": "settings by name",
     "heloco.report.mirrors.open_mirrors": "a run's config, which TensorBoard and others only show",
     "heloco.task.datasets.DatasetTask": "datasets by name, of any kind",
+    "heloco.wire.blocks.name_outer_states": "the state of torch's optimizers by name",
 }
 """Where a mapping from names to anything crosses a border, and what it holds."""
 
