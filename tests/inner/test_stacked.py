@@ -125,6 +125,17 @@ def test_rounds_of_different_length_learning_rate_and_run_share_a_stack() -> Non
         assert_same(stacked, alone(job))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_buffers_of_a_shorter_round_stand_still_when_it_is_over(accumulate: int) -> None:
+    task, options = images(), replace(OPTIONS, accumulate=accumulate)
+    jobs = jobs_of(task, options, [4, 1, 2])
+    contributions = StackedInner(task).run(jobs)
+    for stacked, job in zip(contributions, jobs, strict=True):
+        assert_same(stacked, alone(job))
+    counts = [int(b) for c in contributions for b in c.buffers if not b.is_floating_point()]  # of batches, by BatchNorm
+    assert counts == [accumulate * job.round.inner_steps for job in jobs for _ in range(2)]
+
+
 def test_rounds_with_other_settings_of_adamw_share_a_stack() -> None:
     others = [{}, {"beta1": 0.5, "beta2": 0.9}, {"adam_eps": 1e-2, "weight_decay": 0.0}]
     every = [InnerOptions(**{**vars(OPTIONS), "keep_state": True, **changes}) for changes in others]

@@ -176,6 +176,7 @@ class Stack:
 
     def _step(self) -> None:
         options = self.options
+        buffers_before = copied(self.buffers)
         total = torch.zeros_like(self.losses[0])
         gradients: list[Tensor] = []
         for a in range(options.accumulate):
@@ -192,6 +193,8 @@ class Stack:
             if options.clip:
                 gradients = clipped(gradients, options.clip)
             self._optimizer.move(gradients, self.steps_taken, lr, active, self.settings)
+            for buffer, before in zip(self.buffers, buffers_before, strict=True):  # rounds that are over keep theirs
+                buffer.copy_(torch.where(active.bool().view(-1, *[1] * (buffer.dim() - 1)), buffer, before))
             self.at += 1
 
     # ---- results
