@@ -181,7 +181,8 @@ class Stack:
         gradients: list[Tensor] = []
         for a in range(options.accumulate):
             batch, rows = (map_tensors(x, lambda t, a=a: t.index_select(0, self.at)[0, :, a]) for x in (self.data, self.rows))
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            # a cast of a parameter that was kept from warming up would not be recorded
+            with torch.autocast(self.device.type, torch.bfloat16, options.precision == "bf16", cache_enabled=False):
                 losses = self.loss(self.parameters, self.buffers, batch, rows) / options.accumulate
             new = torch.autograd.grad(losses.sum(), self.parameters)
             gradients = [g + n for g, n in zip(gradients, new, strict=True)] if gradients else list(new)
