@@ -10,21 +10,18 @@ from torch import nn
 
 from heloco.corpus import prepare, split
 from heloco.errors import UserError
-from heloco.inner import InnerOptions, SequentialInner
+from heloco.inner import InnerOptions
 from heloco.inner.adamw import CHUNK, AdamW, adamw_factors, settings_of, without_gradient
 from heloco.inner.stack import Stack
 from heloco.inner.stacked import Job, StackedInner
 from heloco.inner.stacked_loss import GPTLoss, VmapLoss, stacked_loss
-from heloco.synchronizer import Contribution, Round
+from heloco.synchronizer import Contribution
 from heloco.task import Task
 from heloco.task.datasets import DatasetTask
 from heloco.task.gpt import preset
 from heloco.task.images import ImagesTask
 from heloco.task.language import LanguageTask
-
-# A larger ε than usual: some gradients are zero but for rounding (a key's bias, a bias before BatchNorm), and AdamW would blow
-# the rounding up to whole steps.
-OPTIONS = InnerOptions(batch_size=2, lr=3e-3, lr_min=1e-4, schedule_steps=40, weight_decay=0.1, adam_eps=1e-4)
+from support.stacked_rounds import OPTIONS, alone, jobs_of, kernel_sized
 
 
 class DoubleLanguage(LanguageTask):
@@ -62,24 +59,6 @@ def dataset_task(seed: int = 0) -> DatasetTask:
         return (model(batch["x"]) - batch["y"]).square().mean()
 
     return DatasetTask(model, loss, {"a": data[:10], "b": data[10:20], "c": data[20:]}, seed=seed)
-
-
-def jobs_of(task: Task, options: InnerOptions, steps: list[int], start: int = 0) -> list[Job]:
-    """One round per entry of `steps`, from different parameters, on different shards, at different places of the schedule."""
-    jobs = []
-    for i, inner_steps in enumerate(steps):
-        model = task.build_model()
-        draw = torch.Generator().manual_seed(start + i)
-        parameters = [p.detach() + 0.01 * torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in model.parameters()]
-        count = inner_steps * options.windows_per_step
-        spans = ((7 * i, 1), (7 * i + 3, count - 1)) if count > 1 else ((7 * i, count),)
-        worker_round = Round(i, 0, 0, i % len(task.shards), spans, inner_steps, 5 * i, 3.0 * i, parameters, list(model.buffers()))
-        jobs.append(Job(worker_round, task, options))
-    return jobs
-
-
-def alone(job: Job) -> Contribution:
-    return SequentialInner(job.task, job.options, seed=0).run([job.round])[0]
 
 
 def assert_same(stacked: Contribution, sequential: Contribution) -> None:
@@ -123,6 +102,17 @@ def test_rounds_of_different_length_learning_rate_and_run_share_a_stack() -> Non
     assert len({job.kind for job in jobs}) == 1
     for stacked, job in zip(StackedInner(jobs[0].task).run(jobs), jobs, strict=True):
         assert_same(stacked, alone(job))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_buffers_of_a_shorter_round_stand_still_when_it_is_over(accumulate: int) -> None:
+    task, options = images(), replace(OPTIONS, accumulate=accumulate)
+    jobs = jobs_of(task, options, [4, 1, 2])
+    contributions = StackedInner(task).run(jobs)
+    for stacked, job in zip(contributions, jobs, strict=True):
+        assert_same(stacked, alone(job))
+    counts = [int(b) for c in contributions for b in c.buffers if not b.is_floating_point()]  # of batches, by BatchNorm
+    assert counts == [accumulate * job.round.inner_steps for job in jobs for _ in range(2)]
 
 
 def test_rounds_with_other_settings_of_adamw_share_a_stack() -> None:
@@ -255,13 +245,6 @@ def test_only_the_rows_that_a_round_reads_ride_in_the_stack() -> None:
             decay *= 1 - lr * OPTIONS.weight_decay
         torch.testing.assert_close(moved[~read], (start * (1 - decay))[~read], rtol=1e-12, atol=0)
         assert read.any() and not read.all()
-
-
-def kernel_sized() -> LanguageTask:
-    """In float32, of sizes that the GPU's kernels are written for."""
-    corpus = prepare("builtin", languages=["auren", "thelis", "vesnar"])
-    model = preset("1m", width=32, layers=2, heads=2, context=16, vocab_size=257)
-    return LanguageTask(corpus, split(corpus, scheme="source", context=16), model, context=16, seed=0, eval_windows=2)
 
 
 def test_with_rounded_products_a_stack_stays_close(fused: None) -> None:  # noqa: ARG001

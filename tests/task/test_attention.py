@@ -34,6 +34,20 @@ def test_attention_and_its_gradient(fused: None, sequences: int, length: int, he
     assert off_by(ours, theirs) < 1e-3 and off_by(ours_back, theirs_back) < 1e-3  # TF32: 2⁻¹¹ ≈ 5e-4
 
 
+def test_bf16_goes_through_the_kernels_under_autocast(fused: None) -> None:  # noqa: ARG001
+    qkv, weight = packed(2, 50, 2, 16)
+    halves = qkv.detach().bfloat16().requires_grad_()
+    assert type(attend(halves).grad_fn).__name__ != f"{FusedAttention.__name__}Backward"
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = attend(halves)
+    assert type(ours.grad_fn).__name__ == f"{FusedAttention.__name__}Backward" and ours.dtype is torch.bfloat16
+    exact = halves.detach().double().requires_grad_()
+    theirs = attend(exact)
+    [ours_back] = torch.autograd.grad((ours * weight).sum(), halves)
+    [theirs_back] = torch.autograd.grad((theirs * weight).sum(), exact)
+    assert off_by(ours, theirs) < 4e-3 and off_by(ours_back, theirs_back) < 8e-3  # the results have 8 bits: 2⁻⁹ ≈ 2e-3
+
+
 def test_nobody_sees_the_future(fused: None) -> None:  # noqa: ARG001
     qkv, _ = packed(1, 20, 2, 16)
     before = attend(qkv)

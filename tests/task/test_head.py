@@ -48,6 +48,21 @@ def test_losses_and_gradients(fused: None, stack: int, tokens: int, width: int, 
         assert ours.dtype is torch.float32 and off_by(ours, theirs) < 1e-3
 
 
+def test_a_product_is_rounded_under_autocast_as_torchs_own() -> None:
+    x, words, _ = inputs(2, 10, 32, 50)
+    gradients = []
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for multiply in (head.product, lambda x, words: x @ words.mT):
+            ours, theirs = x.clone().requires_grad_(), words.clone().requires_grad_()
+            logits = multiply(ours, theirs)
+            gradients.append([logits, *torch.autograd.grad(logits.float().square().sum(), (ours, theirs))])
+        assert head.product(x.double(), words.double()).dtype is torch.float64
+    for ours, theirs in zip(*gradients, strict=True):
+        assert ours.dtype is theirs.dtype
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-2)
+    assert gradients[0][0].dtype is torch.bfloat16 and gradients[0][1].dtype is torch.float32
+
+
 @pytest.mark.parametrize("size", [1e-12, 1e9])
 def test_gradients_of_any_size(fused: None, size: float) -> None:  # noqa: ARG001
     x, words, targets = inputs(2, 20, 32, 100)

@@ -4,12 +4,14 @@ A round is a function of what it was handed: its randomness comes from the run's
 is run again (after a crash, on another machine of the same kind) gives the same contribution.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from heloco.errors import UserError
 from heloco.inner.optimizers import InnerOptimizer, make_optimizer
 from heloco.inner.options import InnerOptions, learning_rate
 from heloco.seeds import derive
@@ -108,15 +110,28 @@ class SequentialInner:
     def step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
         """One inner step over the micro-batches; returns their mean loss, still on the device."""
         total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                loss = self.task.loss(self.compiled_model, to_device(batch, self.device)) / len(batches)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        with compiler_errors() if self.options.compile else nullcontext():
+            for batch in batches:
+                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                    loss = self.task.loss(self.compiled_model, to_device(batch, self.device)) / len(batches)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
         if self.options.clip:
             nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
         optimizer.step()
         return total
+
+
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Says what to do where torch.compile cannot compile the model: without a C++ compiler on a CPU, for one."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
+        raise UserError(f"compile is set, but torch.compile cannot compile this model here ({reason}): leave it out.") from error
 
 
 def _difference(start: Tensor, end: Tensor) -> Tensor:

@@ -176,11 +176,13 @@ class Stack:
 
     def _step(self) -> None:
         options = self.options
+        buffers_before = copied(self.buffers)
         total = torch.zeros_like(self.losses[0])
         gradients: list[Tensor] = []
         for a in range(options.accumulate):
             batch, rows = (map_tensors(x, lambda t, a=a: t.index_select(0, self.at)[0, :, a]) for x in (self.data, self.rows))
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            # a cast of a parameter that was kept from warming up would not be recorded
+            with torch.autocast(self.device.type, torch.bfloat16, options.precision == "bf16", cache_enabled=False):
                 losses = self.loss(self.parameters, self.buffers, batch, rows) / options.accumulate
             new = torch.autograd.grad(losses.sum(), self.parameters)
             gradients = [g + n for g, n in zip(gradients, new, strict=True)] if gradients else list(new)
@@ -192,6 +194,8 @@ class Stack:
             if options.clip:
                 gradients = clip_gradients(gradients, options.clip)
             self._optimizer.move(gradients, self.steps_taken, lr, active, self.settings)
+            for buffer, before in zip(self.buffers, buffers_before, strict=True):  # rounds that are over keep theirs
+                buffer.copy_(torch.where(active.bool().view(-1, *[1] * (buffer.dim() - 1)), buffer, before))
             self.at += 1
 
     # ---- results

@@ -124,7 +124,8 @@ def _after_attention(
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return product(x, weight) + bias[:, None]
+    mapped = product(x, weight)
+    return mapped + bias[:, None].to(mapped.dtype)
 
 
 def _normalise(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

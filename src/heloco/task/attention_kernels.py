@@ -39,9 +39,9 @@ def attend_kernel(qkv, out, length, scale, HEADS: tl.constexpr, LENGTH: tl.const
     t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
     row_mask, width = (t < length)[:, None], HEADS * DEPTH
     at = qkv + (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
-    q = tl.load(at, mask=row_mask, other=0.0)
-    k = tl.load(at + width, mask=row_mask, other=0.0)
-    v = tl.load(at + 2 * width, mask=row_mask, other=0.0)
+    q = tl.load(at, mask=row_mask, other=0.0).to(tl.float32)
+    k = tl.load(at + width, mask=row_mask, other=0.0).to(tl.float32)
+    v = tl.load(at + 2 * width, mask=row_mask, other=0.0).to(tl.float32)
     attended = _product(_probabilities(q, k, t, length, scale), v)
     tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], attended, mask=row_mask)
 
@@ -52,10 +52,10 @@ def attend_gradient_kernel(qkv, gradient, dqkv, length, scale, HEADS: tl.constex
     t, d = tl.arange(0, LENGTH), tl.arange(0, DEPTH)
     row_mask, width = (t < length)[:, None], HEADS * DEPTH
     place = (n * length + t)[:, None] * (3 * width) + (h * DEPTH + d)[None, :]
-    q = tl.load(qkv + place, mask=row_mask, other=0.0)
-    k = tl.load(qkv + place + width, mask=row_mask, other=0.0)
-    v = tl.load(qkv + place + 2 * width, mask=row_mask, other=0.0)
-    do = tl.load(gradient + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], mask=row_mask, other=0.0)
+    q = tl.load(qkv + place, mask=row_mask, other=0.0).to(tl.float32)
+    k = tl.load(qkv + place + width, mask=row_mask, other=0.0).to(tl.float32)
+    v = tl.load(qkv + place + 2 * width, mask=row_mask, other=0.0).to(tl.float32)
+    do = tl.load(gradient + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], mask=row_mask, other=0.0).to(tl.float32)
     p = _probabilities(q, k, t, length, scale)
     tl.store(dqkv + place + 2 * width, _product(tl.trans(p), do), mask=row_mask)
     dp = _product(do, tl.trans(v))

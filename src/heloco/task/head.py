@@ -34,7 +34,7 @@ def cross_entropy(x: Tensor, words: Tensor, targets: Tensor) -> Tensor:
 
 def fusable(x: Tensor, words: Tensor) -> bool:
     """Whether the kernels serve these: they are written for some sizes."""
-    if x.shape[2] not in WIDTHS or not may_round(x, words):
+    if x.shape[2] not in WIDTHS or x.dtype is not torch.float32 or not may_round(x, words):
         return False
     return not _trains(x, words) or (x.shape[1] <= TOKENS_AT_ONCE and stages(x.device) > 0)
 
@@ -130,6 +130,11 @@ class _Product(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ for each model of a stack: [stack, tokens, width] and [stack, vocabulary, width] -> [stack, tokens, vocabulary]. The
-    gradient for W has W's own memory layout, so it need not be copied."""
+    gradient for W has W's own memory layout, so it need not be copied. Under autocast the
+    operands are rounded as those of torch's own products."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
     product: Tensor = _Product.apply(x, weight)  # type: ignore[no-untyped-call]
     return product

@@ -17,9 +17,10 @@ from heloco.cluster.server.transfers import ROUNDS, SnapshotStore
 from heloco.engine.build import build_parts, build_synchronizer, pick_device
 from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
+from heloco.inner import InnerOptions
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import read_events
-from heloco.records.run_facts import BlockFacts, RunFacts
+from heloco.records.run_facts import EXTERNAL, BlockFacts, RunFacts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged, CheckpointState
@@ -48,6 +49,11 @@ def check_servable(config: RunConfig) -> None:
     if config.inner.second_moment:
         raise UserError(
             "second_moment is set, and real machines do not exchange AdamW's state: leave it out, or simulate the run."
+        )
+    if config.input.task == EXTERNAL and (config.inner.compile or config.inner.precision != InnerOptions().precision):
+        name = "compile" if config.inner.compile else "precision"
+        raise UserError(
+            f"{name} is set, but the machines of an external run have loops of their own: leave it out, and set it there."
         )
     if cluster.min_workers > len(rounds.paces):
         raise UserError(
