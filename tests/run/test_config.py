@@ -249,8 +249,7 @@ def test_every_setting_has_a_flag_and_every_flag_its_help():
     for knob in knob_settings().values():
         assert knob.about.endswith(".") and " ".join(knob.about.split()[:3]) in " ".join(listed.split())
     documented = {name for kind in SECTIONS.values() for name in field_docs(kind)}
-    symbols = {"beta1", "beta2", "weight_decay", "adam_eps"}
-    assert set(FIELDS) - documented == symbols, "settings without a docstring; these are AdamW's own symbols"
+    assert set(FIELDS) <= documented, "settings without a docstring"
 
 
 def test_names_are_unique_over_the_sections():

@@ -130,8 +130,8 @@ class _Product(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ for each model of a stack: [stack, tokens, width] and [stack, vocabulary, width] -> [stack, tokens, vocabulary]. The
-    gradient for W has W's own memory layout, so it need not be copied. Under autocast the
-    operands are rounded as those of torch's own products."""
+    gradient for W has W's own memory layout, so it need not be copied. Under autocast the operands are
+    rounded as those of torch's own products."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
