@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
-from heloco.cluster.protocol.messages import Wait
+from heloco.cluster.protocol.messages import ModelCommit, Ticket, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server import checkpoints
+from heloco.cluster.server.open_run import external_run
 from heloco.cluster.server.service import Service
 from heloco.run import RunFolder, checkpoint
+from heloco.wire.layout import Layout, pieces, write
 from support.service_checks import refuses
-from support.small_cluster import Hand, delta, opened
+from support.small_cluster import NAMES, Clock, Hand, config, delta, join_request, model, opened
 
 LIMIT_S = 30.0
 """For what must happen in any case. No test waits for it unless it fails."""
@@ -62,6 +64,39 @@ def slow_fsync(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         yield began
     finally:
         may_go_on.set()
+
+
+@contextmanager
+def slow_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """No file for machines is written inside this context. The event is set when one is begun."""
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def wait_first(*arguments: Any, **options: Any) -> None:
+        began.set()
+        assert may_go_on.wait(LIMIT_S)
+        write(*arguments, **options)
+
+    monkeypatch.setattr("heloco.cluster.server.transfers.write", wait_first)
+    try:
+        yield began
+    finally:
+        may_go_on.set()
+
+
+def joined(service: Service, name: str) -> Ticket:
+    """The ticket of a machine that could bring the model."""
+    return service.members.join(join_request(name, layout=Layout.from_tensors(model()).entries), None).ticket
+
+
+def without_model(folder: Path, clock: Clock) -> tuple[Service, Ticket, ModelCommit]:
+    """A service whose run has no model, and a machine that has sent one and has not committed it."""
+    service = external_run(config(), folder, clock=clock)
+    ticket, layout = joined(service, "m"), Layout.from_tensors(model())
+    upload = service.models.upload(ticket, layout)
+    turn = upload.begin(0)
+    for piece in pieces(layout, model()):
+        upload.write(turn, piece)
+    return service, ticket, ModelCommit(names=tuple(NAMES), digest=upload.digest())
 
 
 def test_a_checkpoint_that_begins_just_before_a_commit_holds_up_nobody(tmp_path, clock, monkeypatch):
@@ -154,6 +189,53 @@ def test_the_final_model_is_written_once_for_all_machines(tmp_path, clock):
     path.unlink()
     assert service.rounds.final(other.ticket).read_bytes() == content, "somebody removed it"
     service.close()
+
+
+def test_the_final_model_is_written_without_the_lock(tmp_path, clock, monkeypatch):
+    service = opened(tmp_path / "run", clock, arrivals=1)
+    hand, other = Hand(service, "m"), Hand(service, "other")
+    hand.work(1)
+    with slow_writes(monkeypatch) as began:
+        asking, paths = in_thread(lambda: service.rounds.final(hand.ticket))
+        assert began.wait(LIMIT_S)
+        assert_free(service)
+        asking_too, more_paths = in_thread(lambda: service.rounds.final(other.ticket))
+    asking.join(LIMIT_S)
+    asking_too.join(LIMIT_S)
+    assert paths == more_paths and paths[0].is_file()
+    service.close()
+
+
+def test_a_model_that_a_machine_brings_is_written_without_the_lock(tmp_path, clock, monkeypatch):
+    """1. A machine commits its model. 2. While the run is made from it, others join, and a repeated commit and another model are
+    told to ask again. 3. The run begins."""
+    service, first, commit = without_model(tmp_path / "run", clock)
+    second = joined(service, "other")
+    with slow_fsync(monkeypatch) as began:
+        committing, _ = in_thread(lambda: service.models.commit(first, commit))
+        assert began.wait(LIMIT_S)
+        assert_free(service)
+        refuses(RefusalCode.BUSY, service.models.commit, first, commit)
+        refuses(RefusalCode.BUSY, service.models.upload, second, Layout.from_tensors(model()))
+        assert isinstance(service.next(second), Wait)
+    committing.join(LIMIT_S)
+    service.models.commit(first, commit)  # the run has its model: nothing happens
+    assert not isinstance(service.next(second), Wait)
+    service.close()
+
+
+def test_a_run_that_is_stopped_while_it_gets_its_model_begins_with_it_later(tmp_path, clock, monkeypatch):
+    service, first, commit = without_model(tmp_path / "run", clock)
+    with slow_fsync(monkeypatch) as began:
+        committing, answers = in_thread(lambda: refuses(RefusalCode.ENDED, service.models.commit, first, commit))
+        assert began.wait(LIMIT_S)
+        service.admin.stop("enough")
+    committing.join(LIMIT_S)
+    assert len(answers) == 1
+    service.close()
+    again = external_run(config(), tmp_path / "run", clock=clock)
+    assert again.state.run is not None
+    again.close()
 
 
 def test_old_checkpoints_are_read_and_removed_in_the_thread_for_slow_work(tmp_path, clock, monkeypatch):

@@ -226,14 +226,18 @@ class RunClient:
 
     def final_model(self) -> dict[str, Tensor] | None:
         """The model of a run that has ended; None if it cannot be fetched within a few tries."""
-        layout = Layout(self.joined.start_layout or ())
-        for _ in range(FINAL_TRIES):
+        layout, failures, began = Layout(self.joined.start_layout or ()), 0, time.monotonic()
+        while failures < FINAL_TRIES and time.monotonic() < began + self.patience_s:
             try:
                 return self.link.fetch_final(self.joined.ticket, layout)
             except LinkDown:
-                self._is_leaving.wait(FIRST_PAUSE_S)
-            except (Refused, UserError, RunStopped):
+                failures += 1
+            except Refused as refusal:
+                if refusal.code is not RefusalCode.BUSY:  # busy: the synchronizer is still writing a large model
+                    break
+            except (UserError, RunStopped):
                 break
+            self._is_leaving.wait(FIRST_PAUSE_S)
         return None
 
     def abandon(self, text: str) -> None:

@@ -291,7 +291,10 @@ class Api:
 
     async def final(self, request: Request) -> Any:
         ticket = self._ticket(request)
-        return await self._file_body(request, ticket, await self.calls.call_locked(self.service.rounds.final, ticket))
+        path = await self.calls.call_long(("final", ticket.machine), ticket.machine, self.service.rounds.final, ticket)
+        if path is None:
+            raise Refused(RefusalCode.BUSY, "The final model is being written: ask again.")
+        return await self._file_body(request, ticket, path)
 
     async def _file_body(self, request: Request, ticket: Ticket, path: Any) -> Any:
         assert self.service.state.starts is not None

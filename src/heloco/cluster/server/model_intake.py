@@ -10,8 +10,10 @@ from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_disk
+from heloco.disk import release_for
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
+from heloco.outer.kernels.windows import parts
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, map_tensors
 
@@ -44,6 +46,8 @@ class ModelIntake:
             if state.run is not None:
                 raise Refused(RefusalCode.HAS_MODEL, "The run has its model.")
             self._check(layout)
+            if self._upload is not None and self._upload.is_sealed:
+                raise Refused(RefusalCode.BUSY, "The run is being started from a model that has arrived.")
             if self._upload is not None and (self._sender, self._upload.layout) != (machine, layout):
                 if self._sender != machine and self._sender in state.roster.present and not self._is_idle():
                     raise Refused(RefusalCode.BUSY, "Another machine is sending the run its model.")
@@ -80,36 +84,53 @@ class ModelIntake:
             raise Refused(RefusalCode.TOO_LARGE, f"The model has {size_text}, and this run takes at most {limit_text}: {remedy}.")
 
     def commit(self, ticket: Ticket, commit: ModelCommit) -> None:
-        """Starts the run from the model that this machine has sent."""
-        state = self.state
-        with state.changed:
-            machine = state.machine(ticket).id
-            if state.run is not None:
-                return
-            assert self._create_run is not None
+        """Starts the run from the model that this machine has sent. The lock is free while the model is checked and written."""
+        if (upload := self._sent_by(ticket)) is None:
+            return
+        with upload.sealed():
+            is_intact = upload.digest() == commit.digest
+            made = self._make_run(upload, commit) if is_intact else None
+        if made is None:
+            upload.restart()
+            if is_intact:
+                raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
+            raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
+        run, starts = made
+        with self.state.changed:
+            self.drop()
+            if self.state.ended is not None:  # it was stopped in the meantime, and can be served again with its model
+                run.close()
+                self.state.check_open()
+            self._serve(run, starts)
+
+    def _sent_by(self, ticket: Ticket) -> Upload | None:
+        """The whole model that this machine has sent; None if the run has its model."""
+        with self.state.lock:
+            machine = self.state.machine(ticket).id
+            if self.state.run is not None:
+                return None
+            self.state.check_open()
             upload = self._upload if self._sender == machine else None
             if upload is None or not upload.is_complete:
                 raise Refused(
                     RefusalCode.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0
                 )
-            if upload.digest() != commit.digest:
-                upload.restart()
-                raise Refused(
-                    RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0
-                )
-            tensors = map_tensors(upload.fileno(), upload.layout)
-            if not all_finite(blocks.blocks_of(blocks.PARAMETER, tensors)):  # a buffer may be a mask of −∞
-                upload.restart()
-                raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
-            try:
-                run, starts = self._create_run(upload.layout, tensors, list(commit.names))
-            except UserError as error:
-                raise Refused(RefusalCode.MODEL, str(error)) from error
-            except RunStopped as error:
-                state.end("failed", str(error))
-                raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {error}") from error
-            self.drop()
-            self._serve(run, starts)
+            return upload
+
+    def _make_run(self, upload: Upload, commit: ModelCommit) -> tuple[JournaledRun, SnapshotStore] | None:
+        """The run, in its folder, with the model in its first checkpoint; None if the model holds NaN or Inf."""
+        tensors = map_tensors(upload.fileno(), upload.layout)
+        parameters = blocks.blocks_of(blocks.PARAMETER, tensors)  # a buffer may be a mask of −∞
+        if not all_finite(parts(parameters, release_for(upload.size))):
+            return None
+        assert self._create_run is not None
+        try:
+            return self._create_run(upload.layout, tensors, list(commit.names))
+        except UserError as error:
+            raise Refused(RefusalCode.MODEL, str(error)) from error
+        except RunStopped as error:
+            self.state.end("failed", str(error))
+            raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {error}") from error
 
     def drop(self) -> None:
         if self._upload is not None:

@@ -150,13 +150,13 @@ class RoundDispatcher:
             return self.state.starts.path(key.version)
 
     def final(self, ticket: Ticket) -> Path:
-        """The file with the model of a run that has ended."""
+        """The file with the model of a run that has ended. It is written without the lock: the model does not change any more."""
         state = self.state
         with state.lock:
             state.machine(ticket)
             if state.run is None or state.starts is None or state.ended is None:
                 raise Refused(RefusalCode.NOT_HELD, "The run has not ended: its model is still being trained.")
-            return state.starts.write_final(state.run.final_model())
+        return state.starts.write_final(state.run.final_model())
 
     def abandon(self, ticket: Ticket, text: str) -> None:
         """The machine gives its round back undone."""

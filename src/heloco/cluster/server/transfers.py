@@ -43,7 +43,8 @@ class Upload:
         self._digest = xxhash.xxh3_128()
         self._file = path.open("w+b", buffering=0)
         self._lock = threading.Lock()
-        self._is_sealed = False
+        self.is_sealed = False
+        """Whether the file is mapped into memory, so that nobody may change it."""
 
     def begin(self, offset: int) -> int:
         """A connection takes over the transfer, and an earlier one may no longer write. Returns the turn to write with."""
@@ -111,19 +112,19 @@ class Upload:
         self.size, self._digest = 0, xxhash.xxh3_128()
 
     def _check_not_sealed(self) -> None:
-        if self._is_sealed:
-            raise Refused(RefusalCode.BUSY, "This contribution is being taken in: ask again.")
+        if self.is_sealed:
+            raise Refused(RefusalCode.BUSY, "What has arrived is being taken in: ask again.")
 
     @contextmanager
     def sealed(self) -> Iterator[None]:
         """Nobody may change the file inside this context, because it is mapped into memory."""
         with self._lock:
             self._check_not_sealed()
-            self._is_sealed = True
+            self.is_sealed = True
         try:
             yield
         finally:
-            self._is_sealed = False
+            self.is_sealed = False
 
     def close(self, *, remove: bool) -> None:
         """Closes the file after the piece that is being written. Later calls of `begin` and `write` are refused. `remove`
@@ -196,6 +197,7 @@ class SnapshotStore:
         self.layout = layout
         self._digests: dict[int, str] = {}
         self._has_final = False
+        self._final_lock = threading.Lock()
         self._spare: Path | None = None
         """A file that is no longer needed. Overwriting it is several times as fast as making a new one."""
 
@@ -209,11 +211,13 @@ class SnapshotStore:
         return self._digests[version]
 
     def write_final(self, tensors: Mapping[str, Tensor]) -> Path:
-        """Writes the outer model of a run that has ended, once. `keep_only` removes the file if the run is resumed."""
+        """Writes the outer model of a run that has ended, once for all who call this at the same time. `keep_only` removes the
+        file if the run is resumed."""
         path = self.folder / FINAL
-        if not self._has_final or not path.is_file():
-            self._write(path, tensors)
-            self._has_final = True
+        with self._final_lock:
+            if not self._has_final or not path.is_file():
+                self._write(path, tensors)
+                self._has_final = True
         return path
 
     def _write(self, path: Path, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
