@@ -28,6 +28,8 @@ from support.runs import evals, heloco, tape, train
 
 HELOCO = ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20", "--eval-every", "4")
 MLA = (*HELOCO, "--method", "mla")
+MODULES_LIMIT = 400
+"""For all modules of a process that has loaded the report: torch alone has twice as many."""
 EVIL = "<script>alert('1')<!-- & \"co\""
 
 
@@ -338,15 +340,14 @@ def test_a_barrier_dropping_and_many_workers_can_be_drawn(tmp_path):
 
 def test_the_report_reads_plain_records_and_loads_fast():
     code = """if True:
-        import sys, time
-        began = time.perf_counter()
+        import sys
         import heloco.report.page_data, heloco.report.page_writer, heloco.report.compare, heloco.report.table_text
-        print(time.perf_counter() - began, sorted({"torch", "numpy", "plotly", "jinja2", "matplotlib"} & set(sys.modules)))
+        print(len(sys.modules), sorted({"torch", "numpy", "plotly", "jinja2", "matplotlib"} & set(sys.modules)))
     """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    took_s, loaded = process.stdout.split(maxsplit=1)
-    assert loaded.strip() == "[]"
-    assert float(took_s) < 1
+    modules, heavy = process.stdout.split(maxsplit=1)
+    assert heavy.strip() == "[]"
+    assert int(modules) < MODULES_LIMIT
 
 
 @pytest.mark.parametrize("missing", ["plotly"])
