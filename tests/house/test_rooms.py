@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -110,21 +111,41 @@ def annotations_of(node: ast.FunctionDef | ast.ClassDef) -> Iterator[str]:
     for part in node.body:
         if isinstance(part, ast.FunctionDef) and (part.name == "__init__" or not part.name.startswith("_")):
             yield from annotations_of(part)
+            yield from (ast.unparse(line.annotation) for line in ast.walk(part) if _is_public_attribute(line))
         elif isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
             yield ast.unparse(part.annotation)
+
+
+def _is_public_attribute(line: ast.AST) -> TypeGuard[ast.AnnAssign]:
+    """Whether the line says of which type a public attribute of `self` is."""
+    return (
+        isinstance(line, ast.AnnAssign)
+        and isinstance(line.target, ast.Attribute)
+        and ast.unparse(line.target.value) == "self"
+        and not line.target.attr.startswith("_")
+    )
 
 
 def _annotation(node: ast.arg | ast.FunctionDef) -> ast.expr | None:
     return node.annotation if isinstance(node, ast.arg) else node.returns
 
 
-ANYTHING = re.compile(r"(dict|Mapping|MutableMapping)\[str, (Any|object)\]")
+ANYTHING = re.compile(r"(dict|Mapping|MutableMapping)\[str, (Any|object)\]|\bSettings\b")
+"""`Settings` is such a mapping: what flags, TOML files and Python say, before it is checked."""
 BY_NAME = {
     "heloco.knobs.fill_knobs": "knobs by name, those of a user's own rule too",
     "heloco.methods.Method": "the same",
     "heloco.methods.register_method": "the same",
     "heloco.run.settings.with_fields": "settings by name, as flags, TOML files and Python give them: this function checks them",
     "heloco.run.settings.setting_types": "the types of settings by name",
+    "heloco.run.settings.read_toml": "settings by name, before `with_fields` checks them",
+    "heloco.run.settings.parse_toml": "the same",
+    "heloco.run.settings.with_recipe": "the same",
+    "heloco.run.config.by_section": "all settings of a checked config, to be shown and written as TOML",
+    "heloco.run.config.deciding_settings": "those that a digest is made from",
+    "heloco.run.config.outer_knobs": "knobs by name, those of a user's own rule too",
+    "heloco.run.config.weight_options": "options by name, those of a user's own arrival weight too",
+    "heloco.report.run_reader.Run": "a run's config, which pages show and compare as it is",
     "heloco.study.spec.Study": "settings by name, and the paper's numbers, before they are checked",
     "heloco.study.plan.make_plan": "settings by name",
     "heloco.report.mirrors.open_mirrors": "a run's config, which TensorBoard and others only show",
