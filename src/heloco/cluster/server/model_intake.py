@@ -89,13 +89,13 @@ class ModelIntake:
             return
         with upload.sealed():
             is_intact = upload.digest() == commit.digest
-            made = self._make_run(upload, commit) if is_intact else None
-        if made is None:
+            run_and_starts = self._make_run(upload, commit) if is_intact else None
+        if run_and_starts is None:
             upload.restart()
             if is_intact:
                 raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
             raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
-        run, starts = made
+        run, starts = run_and_starts
         with self.state.changed:
             self.drop()
             if self.state.ended is not None:  # it was stopped in the meantime, and can be served again with its model
