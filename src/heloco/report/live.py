@@ -1,7 +1,7 @@
 """The report of runs that are still going: the same page, served, with every change sent to it as a server-sent event.
 
 One task looks at the runs' files and sends what is new to all that are connected. A page that was away gets all changes since
-then, or everything if that is shorter.
+then, or everything if that is shorter. The page and its changes are made once for all that look.
 Nothing but the page and its events is served, by default to this machine alone.
 """
 
@@ -57,6 +57,8 @@ class Feed:
         self.version = time.time_ns() // 1_000_000  # above all versions of an earlier process, which an open page may know
         self.over = False
         self._everything = ""
+        self._html, self._html_version = b"", -1
+        self._rendering = asyncio.Lock()
         self._changes: deque[tuple[int, str]] = deque(maxlen=CHANGES_KEPT)
         """(version, its changes from the version before, as JSON without brackets)"""
         self._changed = asyncio.Event()
@@ -106,11 +108,20 @@ class Feed:
 
     def _news(self, seen_version: int) -> str:
         """The event that brings a page from the version it has seen to the current one."""
-        missed = [changes for version, changes in self._changes if version > seen_version]
+        all_changes = [changes for version, changes in self._changes if version > seen_version]
         self._everything = self._everything or as_json(self.data)
-        if len(missed) == self.version - seen_version and sum(map(len, missed)) < len(self._everything):
-            return f"id: {self.version}\nevent: change\ndata: [{','.join(filter(None, missed))}]\n\n"
+        if len(all_changes) == self.version - seen_version and sum(map(len, all_changes)) < len(self._everything):
+            return f"id: {self.version}\nevent: change\ndata: [{','.join(filter(None, all_changes))}]\n\n"
         return f"id: {self.version}\ndata: {self._everything}\n\n"
+
+    async def html(self) -> bytes:
+        """The page with the current data. It is rendered once for all that ask for it before the data changes."""
+        async with self._rendering:
+            if self._html_version != self.version:
+                version, data = self.version, {**self.data, "version": self.version}
+                text = await asyncio.to_thread(render_report, data, live=True)
+                self._html, self._html_version = text.encode(), version
+            return self._html
 
     async def events(self, seen_version: int) -> AsyncIterator[str]:
         """As server-sent events: what is newer than what was seen, and a sign of life in between."""
@@ -131,14 +142,14 @@ class Page:
     def __init__(self, find: Callable[[], Sequence[Run]], look_every_s: float = LOOK_EVERY_S) -> None:
         self._find, self._look_every_s = find, look_every_s
         self._feed: Feed | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
 
     async def _ready(self) -> Feed:
         async with self._opening:  # two pages may be the first ones at the same time
             if self._feed is None:
                 self._feed = Feed(await asyncio.to_thread(self._find))
-                self._watching = asyncio.create_task(self._feed.watch(self._look_every_s))
+                self._watcher = asyncio.create_task(self._feed.watch(self._look_every_s))
             return self._feed
 
     def end(self) -> None:
@@ -152,7 +163,7 @@ class Page:
         headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
         try:
             feed = await self._ready()
-            content = await asyncio.to_thread(render_report, {**feed.data, "version": feed.version}, live=True)
+            content: bytes | str = await feed.html()
         except UserError as error:  # the run has only just begun, say
             content = render_waiting(str(error))
         except (OSError, MemoryError):

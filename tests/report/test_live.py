@@ -1,0 +1,103 @@
+"""The live page: however many look at it, its data is made, rendered and encoded once for all of them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+for part in ("starlette", "plotly", "jinja2"):
+    pytest.importorskip(part, reason=f"{part} is not installed")
+
+from starlette.requests import Request  # noqa: E402
+from starlette.responses import StreamingResponse  # noqa: E402
+
+from heloco.report import live  # noqa: E402
+from heloco.report.live import Page  # noqa: E402
+from heloco.report.run_reader import read_runs  # noqa: E402
+from support.small_cluster import Hand, opened  # noqa: E402
+
+VIEWERS, LIMIT_S = 50, 60.0
+
+
+class Count:
+    """Takes a function's place in the page's module and counts its calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self._function: Callable[..., Any] = getattr(live, name)
+        self.calls = 0
+        monkeypatch.setattr(live, name, self)
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self._function(*values, **options)
+
+
+def request(query: str = "") -> Request:
+    return Request({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": query.encode()})
+
+
+async def look(page: Page) -> bytes:
+    response = await page.page(request())
+    assert response.status_code == 200
+    return bytes(response.body)
+
+
+async def look_at_once(page: Page) -> set[bytes]:
+    """The pages of many who look at the same time: equal ones count once."""
+    return set(await asyncio.gather(*(look(page) for _ in range(VIEWERS))))
+
+
+@pytest.fixture
+def hand(tmp_path):
+    service = opened(tmp_path / "run")
+    hand = Hand(service, "m")
+    hand.work(1)
+    yield hand
+    service.close()
+
+
+@pytest.fixture
+def page(hand, tmp_path):  # noqa: ARG001 - the run has begun
+    return Page(lambda: read_runs([tmp_path / "run"]))
+
+
+def test_the_page_is_rendered_once_for_all_who_look_and_again_when_it_has_changed(hand, page, monkeypatch):
+    renderings, data = Count(monkeypatch, "render_report"), Count(monkeypatch, "page_data")
+
+    async def course() -> None:
+        first = await look_at_once(page)
+        assert first == await look_at_once(page) and len(first) == 1
+        assert (renderings.calls, data.calls) == (1, 1)
+        events = await page.events(request("seen=-1"))
+        assert isinstance(events, StreamingResponse)
+        frames = aiter(events.body_iterator)
+        await anext(frames)
+        hand.work(2)
+        async with asyncio.timeout(LIMIT_S):
+            await anext(frames)
+        second = await look_at_once(page)
+        assert len(second) == 1 and second != first
+        assert renderings.calls == 2
+
+    asyncio.run(course())
+
+
+def test_the_data_and_its_changes_are_made_and_encoded_once_for_all_who_look(hand, page, monkeypatch):
+    data, changes, encodings = (Count(monkeypatch, name) for name in ("page_data", "differences", "as_json"))
+
+    async def course() -> None:
+        answers = [await page.events(request("seen=-1")) for _ in range(VIEWERS)]
+        streams = [aiter(answer.body_iterator) for answer in answers if isinstance(answer, StreamingResponse)]
+        everything = {await anext(stream) for stream in streams}
+        assert len(streams) == VIEWERS and len(everything) == 1
+        assert (data.calls, changes.calls, encodings.calls) == (1, 0, 1)
+        hand.work(2)
+        async with asyncio.timeout(LIMIT_S):
+            news = set(await asyncio.gather(*(anext(stream) for stream in streams)))
+        assert len(news) == 1
+        (whole,), (change,) = everything, news
+        assert "\nevent: change\n" in change and len(change) < len(whole) / 2
+        assert (data.calls, changes.calls) == (2, 1) and encodings.calls <= 3
+
+    asyncio.run(course())
