@@ -86,7 +86,21 @@ def test_the_script_that_starts_ray_finds_its_command():
     }  # fmt: skip
 
 
+INSIDE = re.compile(r"(\bray|_ray|ray\(\))\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster")
+"""`ray` is also an argument, `self._ray`, or what `require_ray()` returns."""
+
+
 def test_nothing_else_of_the_package_uses_rays_insides():
-    inside = re.compile(r"\bray\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster")
-    users = {path.name for path in SOURCE.rglob("*.py") if inside.search(path.read_text())}
+    users = {path.name for path in SOURCE.rglob("*.py") if INSIDE.search(path.read_text())}
     assert users == {"ray_internals.py"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import ray._private.worker", "from ray._raylet import Config", "self._ray._private.worker.global_worker",
+        "require_ray()._private", 'import_module("ray._common.utils")', 'import_module("ray.scripts.scripts")',
+    ],
+)  # fmt: skip
+def test_the_search_for_rays_insides_finds_every_form(line):
+    assert INSIDE.search(line) and not INSIDE.search("self._ray.__version__, self._ray.get(x), array._private")

@@ -29,7 +29,7 @@ from heloco.cluster.ray.replies import Answer, value_of
 from heloco.cluster.ray.workers import WorkerStatus
 from heloco.cluster.server.process import spec_of
 from heloco.cluster.server.resident_memory import memory_of
-from heloco.errors import UserError
+from heloco.errors import RunStopped, UserError
 from heloco.records.events import Abandon, Dispatch, Part
 from heloco.run import RunFolder
 from heloco.wire.layout import Layout, pieces
@@ -118,6 +118,17 @@ def denied(engine: RaySupervisor) -> None:
     with pytest.raises(Refused, match="run-id") as refused:
         engine.link.read("run-id", 0)
     assert refused.value.code is RefusalCode.PATH
+
+
+def test_an_internal_error_of_the_supervisor_ends_the_run_and_is_logged_with_its_place(cluster, tmp_path, monkeypatch, caplog):
+    spec = spec_of(config(arrivals=1000), tmp_path / "run")
+    with RaySupervisor(spec, cluster=cluster) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(cluster, "has_ended", lambda: {}["nothing"])
+            with pytest.raises(RunStopped, match=r"internal error \(KeyError"):
+                engine.wait(LONGEST_S)
+        [record] = [record for record in caplog.records if record.name == "heloco.ray"]
+        assert record.exc_info is not None and record.exc_info[0] is KeyError
 
 
 # ---- tensors in pieces

@@ -64,8 +64,8 @@ class Journal:
         self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
         self.acknowledged = self._read_acknowledged()
         """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
-        self._being_removed: set[Path] = set()
-        self._counting = threading.Lock()
+        self._paths_to_remove: set[Path] = set()
+        self._count_lock = threading.Lock()
         """Held while `_bytes_kept` changes: files are removed in another thread."""
         self._file = -1
         try:
@@ -168,9 +168,9 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         try:
-            written = 0
-            while written < len(line):
-                written += os.write(self._file, line[written:])
+            bytes_written = 0
+            while bytes_written < len(line):
+                bytes_written += os.write(self._file, line[bytes_written:])
         except OSError:
             os.ftruncate(self._file, self.end.position - self._base)
             raise
@@ -198,9 +198,9 @@ class Journal:
         temporary = self.folder / f".{self._path.name}"
         self.folder.mkdir(exist_ok=True)
         copy = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
-        at = 0
-        while at < size:
-            at += os.write(copy, os.pread(self._file, min(size - at, 1 << 20), at))
+        offset = 0
+        while offset < size:
+            offset += os.write(copy, os.pread(self._file, min(size - offset, 1 << 20), offset))
         make_durable(copy, self._path)
         temporary.replace(self._path)
         make_durable(self._folder_handle, self.folder)
@@ -259,26 +259,26 @@ class Journal:
         """If the journal is larger than its budget: the files that a checkpoint at `until` covers, tensors first, then segments.
         The caller removes them, in this order. A replay can then no longer begin at the first event. One thread at a time
         may call this, and another may append meanwhile."""
-        self._being_removed = {path for path in self._being_removed if path.exists()}
+        self._paths_to_remove = {path for path in self._paths_to_remove if path.exists()}
         if self._bytes_kept <= budget_bytes:
             return []
         tensors = [contribution_path(self.folder, n) for n in contribution_numbers(self.folder) if n <= until.number]
         paths = [path for path in tensors if self._will_be_removed(path)]
-        for (_, path), (following, _) in itertools.pairwise(segments(self.folder)):
-            if following <= until.position and self._bytes_kept > budget_bytes and self._will_be_removed(path):
+        for (_, path), (next_base, _) in itertools.pairwise(segments(self.folder)):
+            if next_base <= until.position and self._bytes_kept > budget_bytes and self._will_be_removed(path):
                 paths.append(path)
         return paths
 
     def _count(self, size: int) -> None:
-        with self._counting:
+        with self._count_lock:
             self._bytes_kept += size
 
     def _will_be_removed(self, path: Path) -> bool:
         """Counts a file as removed, unless that was done before and the caller has not come to it yet."""
         with contextlib.suppress(FileNotFoundError):
-            if path not in self._being_removed:
+            if path not in self._paths_to_remove:
                 self._count(-path.stat().st_size)
-                self._being_removed.add(path)
+                self._paths_to_remove.add(path)
                 return True
         return False
 

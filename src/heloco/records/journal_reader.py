@@ -79,12 +79,12 @@ def read_events(folder: Path, since: Mark | None = None) -> Iterator[tuple[Event
     if since is not None and files and not reaches(folder, files, mark):
         raise JournalDamaged(folder / segment_name(mark.position), mark)
     for index, (base, path) in enumerate(files):
-        following = files[index + 1][0] if index + 1 < len(files) else None
-        if following is not None and following <= mark.position:
+        next_base = files[index + 1][0] if index + 1 < len(files) else None
+        if next_base is not None and next_base <= mark.position:
             continue
         if base > mark.position:
             raise JournalDamaged(path, mark)
-        for event, mark_after in _read_segment(path, base, mark, is_last=following is None):
+        for event, mark_after in _read_segment(path, base, mark, is_last=next_base is None):
             mark = mark_after
             if event is not None:
                 yield event, mark

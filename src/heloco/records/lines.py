@@ -34,9 +34,9 @@ class Lines(Generic[RecordT]):
         self._decode(content)
         line = content + b"\n"
         try:
-            written = 0
-            while written < len(line):
-                written += self._file.write(line[written:])
+            bytes_written = 0
+            while bytes_written < len(line):
+                bytes_written += self._file.write(line[bytes_written:])
         except OSError:
             if self._file.seekable():
                 self._file.truncate(self._size)

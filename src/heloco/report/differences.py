@@ -36,5 +36,5 @@ def _is_worth_it(old: Sequence[Any], new: Sequence[Any]) -> bool:
     """Whether it is shorter to name the elements that changed than to send the list again."""
     if any(isinstance(value, dict | list | tuple) for value in old):
         return True
-    changed = [before != after for before, after in zip(old, new, strict=False)]
-    return 4 * changed.count(True) < len(new)
+    changes = sum(bool(before != after) for before, after in zip(old, new, strict=False))
+    return 4 * changes < len(new)

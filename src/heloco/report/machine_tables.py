@@ -22,8 +22,16 @@ def machine_tables(runs: Sequence[Run]) -> list[TableData]:
 
 def _machines_table(runs: Sequence[Run]) -> TableData:
     windows = sorted({run.window for run in runs})
-    lately = f"of the last {windows[0]} arrivals" if len(windows) == 1 else "of the last arrivals"
-    header = ["machine", *(["run"] if len(runs) > 1 else []), "worker", "contributions", "share", lately, "last contribution"]
+    window = f"of the last {windows[0]} arrivals" if len(windows) == 1 else "of the last arrivals"
+    header = [
+        "machine",
+        *(["run"] if len(runs) > 1 else []),
+        "worker",
+        "contributions",
+        "share",
+        window,
+        "last contribution",
+    ]
     rows = []
     for run in runs:
         for id_, machine in sorted(run.summary.machines.items()):

@@ -72,9 +72,9 @@ class Progress:
     def panel(self) -> RenderableType:
         """The panel as it looks now: progress with the time that is left, loss, and a row per worker."""
         s = self.summary
-        elapsed = time.monotonic() - self._began
+        elapsed_s = time.monotonic() - self._began
         arrivals_done = s.arrivals - self._begun_at
-        remaining_s = elapsed / arrivals_done * (self.arrivals - s.arrivals) if arrivals_done else None
+        remaining_s = elapsed_s / arrivals_done * (self.arrivals - s.arrivals) if arrivals_done else None
         facts = Table.grid(padding=(0, 3))
         facts.add_row(
             f"outer step [b]{s.outer_step}[/]",
@@ -95,7 +95,7 @@ class Progress:
                 f"{w.mean_staleness:.1f}",
                 number(w.loss),
             )
-        times = f"{duration(elapsed)} gone" + (f", {duration(remaining_s)} left" if remaining_s is not None else "")
+        times = f"{duration(elapsed_s)} gone" + (f", {duration(remaining_s)} left" if remaining_s is not None else "")
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
@@ -185,11 +185,11 @@ def contributions_table(summary: RunSummary) -> Table:
     for name in (*names, *(["refused"] if has_refusals else [])):
         table.add_column(name, justify="left" if name in ("machine", "workers") else "right")
     for _, machine in sorted(summary.machines.items()):
-        measured = "–" if machine.measured_s is None else f"{machine.measured_s:.3g} s"
+        pace = "–" if machine.measured_s is None else f"{machine.measured_s:.3g} s"
         last = "–" if machine.last_s is None else duration(machine.last_s)
         cells = [summary.label(machine.id), ", ".join(map(str, sorted(machine.workers))), str(machine.arrivals)]
         cells += [f"{summary.share(machine):.1%}", f"{summary.recent_share(machine):.1%}", last]
-        cells += [f"{machine.mean_staleness:.2f}", measured, *([str(machine.refused)] if has_refusals else [])]
+        cells += [f"{machine.mean_staleness:.2f}", pace, *([str(machine.refused)] if has_refusals else [])]
         table.add_row(*map(Text, cells))
     return table
 

@@ -34,8 +34,8 @@ def reply(content: Any, status: int = 200, headers: dict[str, str] | None = None
 
 
 def refusal(request: Request, error: Refused) -> Response:
-    closing = {"connection": "close"} if unread(request.scope) > DISCARDED else {}
-    return reply(error.refusal, STATUS.get(error.code, 409), closing)
+    headers = {"connection": "close"} if unread(request.scope) > DISCARDED else {}
+    return reply(error.refusal, STATUS.get(error.code, 409), headers)
 
 
 def guard_handler(handler: Handler, rights: tuple[Right, ...]) -> Handler:

@@ -330,7 +330,7 @@ class Api:
         layout = checked_layout(offer.layout)
         upload = await self.calls.call_locked(self.service.models.upload, ticket, layout)
         present = self.service.state.roster.present
-        self._models = {name: offered for name, offered in self._models.items() if name in present} | {ticket.machine: layout}
+        self._models = {name: each for name, each in self._models.items() if name in present} | {ticket.machine: layout}
         return reply(m.UploadState(size=upload.size))
 
     async def put_model(self, request: Request) -> Response:

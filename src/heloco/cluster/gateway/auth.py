@@ -94,8 +94,8 @@ class Auth:
         Valid credentials are never limited, because many machines may share one address."""
         address = (scope.get("client") or ("",))[0]
         is_tolerated = not credentials or self._wrong.take(address)
-        closing = not is_tolerated or unread(scope) > DISCARDED
-        await answer(send, 401 if is_tolerated else 429, [(b"connection", b"close")] if closing else [])
+        must_close = not is_tolerated or unread(scope) > DISCARDED
+        await answer(send, 401 if is_tolerated else 429, [(b"connection", b"close")] if must_close else [])
 
     async def _page(self, scope: Scope, receive: Receive, send: Send) -> None:
         query_key = parse_qs(scope["query_string"].decode("latin-1")).get("key", [""])[0].encode("utf-8", "replace")

@@ -43,15 +43,15 @@ def length_of(request: Request, limit: int) -> int:
     return int(length or 0)
 
 
-async def chunks(request: Request, pausing: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[bytes]:
-    """The body in chunks, as it arrives. `pausing` is called when nothing arrives for `PAUSE_S`."""
+async def chunks(request: Request, on_pause: Callable[[], Awaitable[None]] | None = None) -> AsyncIterator[bytes]:
+    """The body in chunks, as it arrives. `on_pause` is called when nothing arrives for `PAUSE_S`."""
     while True:
         try:
             async with asyncio.timeout(PAUSE_S):
                 event = await request.receive()
         except TimeoutError:
-            if pausing is not None:
-                await pausing()
+            if on_pause is not None:
+                await on_pause()
             try:
                 async with asyncio.timeout(SILENCE_S):
                     event = await request.receive()
@@ -80,43 +80,43 @@ async def discard(request: Request, limit: int) -> int:
     return sum([len(chunk) async for chunk in chunks(request)])
 
 
-async def take_in(request: Request, calls: Calls, incoming: Upload, offset: int, note_transfer: Callable[[], Any]) -> int:
+async def take_in(request: Request, calls: Calls, upload: Upload, offset: int, note_transfer: Callable[[], Any]) -> int:
     """Writes a body to the upload while more of it arrives, also the bytes before an interruption. Returns the upload's size."""
-    remaining = incoming.layout.size - offset
-    if remaining < 0:
-        raise Refused(RefusalCode.OFFSET, f"{incoming.size} bytes have arrived: continue from there.", size=incoming.size)
-    length_of(request, remaining)
-    turn = await calls.call_on_file(incoming.begin, offset)
-    pending: list[bytes] = []
+    bytes_left = upload.layout.size - offset
+    if bytes_left < 0:
+        raise Refused(RefusalCode.OFFSET, f"{upload.size} bytes have arrived: continue from there.", size=upload.size)
+    length_of(request, bytes_left)
+    turn = await calls.call_on_file(upload.begin, offset)
+    pieces_held: list[bytes] = []
     size = 0
-    writing: asyncio.Future[None] | None = None
+    write_call: asyncio.Future[None] | None = None
 
     def write_pieces(pieces: list[bytes]) -> None:
         for piece in pieces:
-            incoming.write(turn, piece)
+            upload.write(turn, piece)
         note_transfer()
 
-    async def write_pending() -> None:
-        nonlocal pending, size, writing
-        if writing is not None:
-            await writing
-        writing, pending, size = asyncio.ensure_future(calls.call_on_file(write_pieces, pending)), [], 0
+    async def write_held() -> None:
+        nonlocal pieces_held, size, write_call
+        if write_call is not None:
+            await write_call
+        write_call, pieces_held, size = asyncio.ensure_future(calls.call_on_file(write_pieces, pieces_held)), [], 0
 
     try:
-        async for chunk in chunks(request, pausing=write_pending):
-            pending.append(chunk)
+        async for chunk in chunks(request, on_pause=write_held):
+            pieces_held.append(chunk)
             size += len(chunk)
             if size >= PIECE:
-                await write_pending()
+                await write_held()
     except ClientDisconnect:
-        await write_pending()
+        await write_held()
         raise Refused(RefusalCode.CUT, "the connection was interrupted: send the rest.") from None
     else:
-        await write_pending()
+        await write_held()
     finally:
-        if writing is not None:
-            await writing
-    return incoming.size
+        if write_call is not None:
+            await write_call
+    return upload.size
 
 
 def begin_of(request: Request, size: int) -> int:
@@ -156,23 +156,23 @@ class FileBody:
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
-        reading: asyncio.Future[list[bytes]] | None = None
-        remaining = self.size - self.begin
+        read_call: asyncio.Future[list[bytes]] | None = None
+        bytes_left = self.size - self.begin
         try:
-            await _start(send, remaining, 206 if self.begin else 200, f"bytes {self.begin}-{self.size - 1}/{self.size}")
+            await _start(send, bytes_left, 206 if self.begin else 200, f"bytes {self.begin}-{self.size - 1}/{self.size}")
             while not disconnection.done():
-                pieces = await (reading or self._read(remaining))
-                remaining -= sum(map(len, pieces))
-                reading = self._read(remaining)
-                await _send_all(send, pieces, more=remaining > 0)
+                pieces = await (read_call or self._read(bytes_left))
+                bytes_left -= sum(map(len, pieces))
+                read_call = self._read(bytes_left)
+                await _send_all(send, pieces, more=bytes_left > 0)
                 self.note_transfer()
-                if not remaining:
+                if not bytes_left:
                     return
         finally:
             disconnection.cancel()
             try:
                 with contextlib.suppress(OSError, MemoryError):
-                    await (reading or asyncio.sleep(0))
+                    await (read_call or asyncio.sleep(0))
             finally:
                 self.file.close()
                 self.calls.end_download()
@@ -222,11 +222,11 @@ class Zeros:
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         disconnection = asyncio.ensure_future(_wait_for_disconnect(receive))
         await _start(send, self.size)
-        remaining = self.size
+        bytes_left = self.size
         while not disconnection.done():
-            piece = bytes(min(remaining, CHUNK))
-            remaining -= len(piece)
-            await _send_all(send, [piece], more=remaining > 0)
-            if not remaining:
+            piece = bytes(min(bytes_left, CHUNK))
+            bytes_left -= len(piece)
+            await _send_all(send, [piece], more=bytes_left > 0)
+            if not bytes_left:
                 break
         disconnection.cancel()

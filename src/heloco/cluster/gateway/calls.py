@@ -126,17 +126,17 @@ class Calls:
 
     async def call_long(self, name: Hashable, machine: str | None, function: Callable[..., T], *arguments: Any) -> T | None:
         """Calls a slow function. Returns None if it takes longer than `ANSWER_S`; a repeated request waits for the same call."""
-        running = self._under_way.get(name)
-        if running is None:
-            running = asyncio.get_running_loop().run_in_executor(self._commits, function, *arguments)
-            running.add_done_callback(lambda future: self._forget(name, future))
-            self._under_way[name] = running
+        call = self._under_way.get(name)
+        if call is None:
+            call = asyncio.get_running_loop().run_in_executor(self._commits, function, *arguments)
+            call.add_done_callback(lambda future: self._forget(name, future))
+            self._under_way[name] = call
         until = time.monotonic() + ANSWER_S
-        while not running.done() and time.monotonic() < until:
-            await asyncio.wait({running}, timeout=SIGN_S)
+        while not call.done() and time.monotonic() < until:
+            await asyncio.wait({call}, timeout=SIGN_S)
             if machine is not None:
                 self.service.state.note_transfer(machine)  # it waits for us, so it is not lost
-        return running.result() if running.done() else None
+        return call.result() if call.done() else None
 
     def _forget(self, name: Hashable, future: "asyncio.Future[Any]") -> None:
         del self._under_way[name]

@@ -129,18 +129,18 @@ class Connection(asyncio.BufferedProtocol):
 def complete_answer(send: Send) -> Send:
     """Ends an answer with its last byte. A client that has all bytes may send the next request before the app has said that the
     answer is complete."""
-    remaining, is_over = -1, False
+    bytes_left, is_over = -1, False
 
     async def sending(message: Any) -> None:
-        nonlocal remaining, is_over
+        nonlocal bytes_left, is_over
         if is_over:
             return
         if message["type"] == "http.response.start":
             lengths = [value for name, value in message["headers"] if name.lower() == b"content-length"]
-            remaining = int(lengths[0]) if lengths else -1
-        elif remaining >= 0:
-            remaining -= len(message.get("body", b""))
-            if is_over := remaining <= 0:
+            bytes_left = int(lengths[0]) if lengths else -1
+        elif bytes_left >= 0:
+            bytes_left -= len(message.get("body", b""))
+            if is_over := bytes_left <= 0:
                 message = {**message, "more_body": False}
         await send(message)
 

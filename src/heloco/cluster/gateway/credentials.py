@@ -132,9 +132,9 @@ def _read(path: Path) -> "Certificate":
 
 def _check_time(certificate: Path) -> None:
     """Raises UserError if a user's certificate is not valid today. Machines ignore the dates, but browsers do not."""
-    parsed, now = _read(certificate), datetime.now(UTC)
-    if not parsed.not_valid_before_utc <= now <= parsed.not_valid_after_utc:
-        span = f"{parsed.not_valid_before_utc:%Y-%m-%d} to {parsed.not_valid_after_utc:%Y-%m-%d}"
+    content, now = _read(certificate), datetime.now(UTC)
+    if not content.not_valid_before_utc <= now <= content.not_valid_after_utc:
+        span = f"{content.not_valid_before_utc:%Y-%m-%d} to {content.not_valid_after_utc:%Y-%m-%d}"
         raise UserError(
             f"The certificate {certificate} is valid from {span}, not today: give one that is valid today, or set this machine's "
             "clock. Without --cert and --key, one that does not expire is made."
@@ -143,7 +143,7 @@ def _check_time(certificate: Path) -> None:
 
 def _check_pair(certificate: Path, key: Path) -> str:
     """Checks that the key belongs to the certificate, and returns the certificate's fingerprint."""
-    parsed = _read(certificate)
+    content = _read(certificate)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: b"")
     except (OSError, ValueError) as error:
@@ -154,4 +154,4 @@ def _check_pair(certificate: Path, key: Path) -> str:
         ) from error
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    return fingerprint_of(parsed.public_bytes(Encoding.DER))
+    return fingerprint_of(content.public_bytes(Encoding.DER))

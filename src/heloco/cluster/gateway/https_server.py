@@ -37,7 +37,7 @@ class GatewayServer:
         check_parts("starlette", "uvicorn", "httptools")
         self.run, self.credentials, self.host, self.port, self.page = run, credentials, host, port, page
         self._places = places
-        self._started = threading.Event()
+        self._has_started = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._server: Any = None
@@ -62,7 +62,7 @@ class GatewayServer:
             raise
         self._thread = threading.Thread(target=self._run, name="heloco-gateway", daemon=True)
         self._thread.start()
-        self._started.wait()
+        self._has_started.wait()
         if self._loop is None:
             listening.close()
             raise RuntimeError("The gateway did not start: its log has the details.")
@@ -89,7 +89,7 @@ class GatewayServer:
             self._loop = asyncio.get_running_loop()
             self._loop.set_default_executor(page_threads)
             listener = Listener([listening], context, admission, lambda visitor: Connection(make_http, visitor, admission))
-            self._started.set()
+            self._has_started.set()
             return listener
 
         return OwnListener(config, open_listener)
@@ -100,7 +100,7 @@ class GatewayServer:
         except BaseException as error:
             log.error("The gateway has ended: %r", error, exc_info=error)
         finally:
-            self._started.set()
+            self._has_started.set()
 
     def stop(self) -> None:
         """Gives requests under way a moment to finish, and waits until nothing touches the service any more."""

@@ -36,23 +36,23 @@ class Listener:
         self._context, self._admission, self._make_protocol = context, admission, make_protocol
         self._loop = asyncio.get_running_loop()
         self._greetings: set[asyncio.Task[None]] = set()
-        self._tidying = self._loop.create_task(self._tidy())
-        self._accepting = [self._loop.create_task(self._accept(listening)) for listening in sockets]
+        self._tidy_task = self._loop.create_task(self._tidy())
+        self._accept_tasks = [self._loop.create_task(self._accept(listening)) for listening in sockets]
 
     def close(self) -> None:
-        for task in (self._tidying, *self._accepting, *self._greetings):
+        for task in (self._tidy_task, *self._accept_tasks, *self._greetings):
             task.cancel()
 
     async def wait_closed(self) -> None:
-        await asyncio.wait([self._tidying, *self._accepting, *self._greetings])
+        await asyncio.wait([self._tidy_task, *self._accept_tasks, *self._greetings])
 
     async def _tidy(self) -> None:
         """Returns memory to the system after many connections have closed."""
-        returned = 0
+        closed_at_last_return = 0
         while True:
             await asyncio.sleep(TIDY_S)
-            if self._admission.closed - returned >= TIDY_AFTER:
-                returned = self._admission.closed
+            if self._admission.closed - closed_at_last_return >= TIDY_AFTER:
+                closed_at_last_return = self._admission.closed
                 await asyncio.to_thread(return_free_memory)
 
     async def _accept(self, listening: socket.socket) -> None:

@@ -52,10 +52,10 @@ def pin_certificate(address: str, fingerprint: str, timeout_s: float) -> ssl.SSL
     """A TLS context that trusts exactly the server's certificate, if it has this fingerprint. No secret is sent before that."""
     import httpx
 
-    unchecked = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+    stranger_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    stranger_context.check_hostname, stranger_context.verify_mode = False, ssl.CERT_NONE
     try:
-        with make_client(address, unchecked, timeout_s, 1, {}) as session, session.stream("GET", "") as response:
+        with make_client(address, stranger_context, timeout_s, 1, {}) as session, session.stream("GET", "") as response:
             stream: Any = response.extensions["network_stream"]
             der: bytes = stream.get_extra_info("ssl_object").getpeercert(True)
     except httpx.TransportError as error:

@@ -372,9 +372,9 @@ def decode(content: bytes, kind: type[T]) -> T:
 
 def convert(values: Mapping[str, str], kind: type[T]) -> T:
     """A message from the values of a query, where a text of digits alone is a whole number."""
-    parsed = {name: int(value) if _DIGITS.fullmatch(value) else value for name, value in values.items()}
+    fields = {name: int(value) if _DIGITS.fullmatch(value) else value for name, value in values.items()}
     try:
-        return msgspec.convert(parsed, type=kind)
+        return msgspec.convert(fields, type=kind)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Refused(RefusalCode.MALFORMED, f"The query is malformed: {error}.") from None
 

@@ -90,7 +90,7 @@ class SynchronizerActor:
         self._has_begun = threading.Event()
         self._one_model = threading.Lock()
         """Held while a start or a contribution is in memory, so that there is only one."""
-        self._shared: tuple[Path, list[Any]] | None = None
+        self._newest_start: tuple[Path, list[Any]] | None = None
         """(file, references) of the start that was sent last. Machines that begin together fetch the same one."""
         self._starts_sent: dict[str, list[Any]] = {}
         """Machine -> references of the start that it is fetching. Ray itself may free an object whose reference was just sent."""
@@ -164,15 +164,15 @@ class SynchronizerActor:
     def _start(self, ticket: Ticket, key: RoundKey | int | None) -> list[Any]:
         path, machine = self._file(ticket, key), ticket.machine
         with self._one_model:
-            if self._shared is None or self._shared[0] != path:
-                self._shared = None  # first, so that Ray may free it
-                self._shared = (path, _put(path))
+            if self._newest_start is None or self._newest_start[0] != path:
+                self._newest_start = None  # first, so that Ray may free it
+                self._newest_start = (path, _put(path))
             present = self.service.state.roster.present
             self._starts_sent = {m: pieces for m, pieces in self._starts_sent.items() if m in present} | {
-                machine: self._shared[1]
+                machine: self._newest_start[1]
             }
             self.service.state.note_transfer(machine)
-            return self._shared[1]
+            return self._newest_start[1]
 
     def release_start(self, machine: str) -> None:
         """The machine has copied the start, so its references can be dropped."""
@@ -209,12 +209,12 @@ class SynchronizerActor:
     def _pull(self, machine: str, references: list[Any], upload: Upload, offset: int) -> None:
         """Copies pieces from Ray's store to the upload, from `offset` on, and drops each piece at once."""
         turn = upload.begin(offset)
-        at = 0
+        piece_begin = 0
         while references:
             require_ray().wait(references[:2], num_returns=1, timeout=0)  # starts the transfer of the next piece
             piece = self._pull_piece(machine, references.pop(0), upload.layout.size)
-            upload.write(turn, memoryview(piece)[max(0, offset - at) :])
-            at += len(piece)
+            upload.write(turn, memoryview(piece)[max(0, offset - piece_begin) :])
+            piece_begin += len(piece)
             self.service.state.note_transfer(machine)
             forget_array(piece)
 
@@ -253,8 +253,8 @@ def _put(path: Path) -> list[Any]:
     ray, references = require_ray(), []
     try:
         content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-        for at in range(0, len(content), PIECE):
-            piece = content[at : at + PIECE]
+        for begin in range(0, len(content), PIECE):
+            piece = content[begin : begin + PIECE]
             references.append(ray.put(piece))
             forget_array(piece)
             forget_array(ray.get(references[-1]))
@@ -263,8 +263,8 @@ def _put(path: Path) -> list[Any]:
         raise Refused(RefusalCode.NOT_HELD, "This round was given up: take a fresh one.") from None
 
 
-def forget_array(mapped: npt.NDArray[np.uint8]) -> None:
-    drop_mapped_pages(mapped.ctypes.data, mapped.nbytes)
+def forget_array(array: npt.NDArray[np.uint8]) -> None:
+    drop_mapped_pages(array.ctypes.data, array.nbytes)
 
 
 def this_node() -> Any:

@@ -92,7 +92,7 @@ class Cluster:
         self.folder: PrivateFolder | None = None
         """The private folder of a Ray that was started here."""
         self._environment = _Environment()
-        self._connected = False
+        self._is_connected = False
 
     def has_ended(self) -> bool:
         """Whether one of Ray's processes has ended. The launcher then ends the others and itself."""
@@ -108,10 +108,10 @@ class Cluster:
         """Disconnects, and stops Ray if it was started here. Without `for_good` the environment stays set, because another Ray is
         started at once, and a call in between must not start a third one."""
         ray = require_ray()
-        if self._connected:
+        if self._is_connected:
             with contextlib.suppress(Exception), _own_signals():  # Ray may be gone already
                 ray.shutdown()
-            self._connected = False
+            self._is_connected = False
         if self.process is not None:
             if self.process.stdin:
                 self.process.stdin.close()  # makes the launcher stop Ray
@@ -261,7 +261,7 @@ def _connect(ray: Any, cluster: Cluster, address: str) -> None:
                 if last or not address.startswith("ray://"):
                     raise UserError(f"The Ray cluster at {cluster.address} cannot be joined ({_words(error)}).") from error
                 ray.shutdown()  # the server that Ray starts for a client may fail to start
-    cluster._connected = True
+    cluster._is_connected = True
     silence_deaths()
 
 

@@ -239,14 +239,14 @@ class RayLink:
 
     def _download(self, ticket: Ticket, key: RoundKey | int | None, layout: Layout) -> None:
         within_s = tensor_deadline_s(layout.size)
-        shared = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
+        references = self._ask("fetch", ticket, key, within_s=within_s, machine=ticket.machine)
         if len(self._room) != layout.size:
             self._room = np.empty(layout.size, np.uint8)
         bytes_received = 0
         with self._reaching():
-            self._ray.wait(shared, num_returns=len(shared), timeout=0)  # starts the transfer of all pieces
-            while shared:
-                piece = self._wait_for(self.actor(), shared.pop(0), within_s, ticket.machine)
+            self._ray.wait(references, num_returns=len(references), timeout=0)  # starts the transfer of all pieces
+            while references:
+                piece = self._wait_for(self.actor(), references.pop(0), within_s, ticket.machine)
                 if bytes_received + len(piece) > layout.size:
                     break
                 self._room[bytes_received : bytes_received + len(piece)] = (
@@ -254,7 +254,7 @@ class RayLink:
                 )
                 bytes_received += len(piece)
             self.actor().release_start.remote(ticket.machine)
-        if bytes_received != layout.size or shared or bytes(self._room[: len(layout.header)]) != layout.header:
+        if bytes_received != layout.size or references or bytes(self._room[: len(layout.header)]) != layout.header:
             raise LinkDown("What arrived is not of the run's model: the synchronizer has changed its run.")
 
     def hand_in(

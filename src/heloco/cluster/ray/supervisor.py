@@ -1,8 +1,8 @@
-"""Supervises a run on Ray. If the synchronizer dies, it is started again from its journal. If a
-worker dies, it is replaced, and its round goes to another at once. If Ray itself ends, everything
-is started again from the run's folder."""
+"""Supervises a run on Ray. If the synchronizer dies, it is started again from its journal. If a worker dies, it is replaced, and
+its round goes to another at once. If Ray itself ends, everything is started again from the run's folder."""
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -28,10 +28,10 @@ from heloco.cluster.server.process import ServeSpec
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import EndKind
 
+log = logging.getLogger("heloco.ray")
 LOOK_S = 0.5
 NAME_FREE_S, ENDING_S = 20.0, 2.0
-CLOSE_S = 60.0
-WORKERS_END_S = 15.0
+CLOSE_S, WORKERS_END_S = 60.0, 15.0
 RESTART_LIMIT = 5
 """How often the synchronizer or the local workers are restarted without an arrival in between, before the supervisor gives up."""
 
@@ -66,8 +66,7 @@ class RaySupervisor:
         self._deaths = self._arrivals_at_death = 0
         self._actor: Any = None
         self._end_of_run: Any = None
-        """A reference that becomes ready when the run or the synchronizer's process has ended; None
-        if that has not been started."""
+        """A reference that becomes ready when the run or the synchronizer's process has ended; None if that was not started."""
         self.pid = 0
         self._link: RayLink | None = None
         self._workers: list[WorkerHandle] = []
@@ -80,9 +79,9 @@ class RaySupervisor:
         self._end: Ended | None = None
         self._trouble: str | None = None
         self._has_ended = threading.Event()
-        self._closing = threading.Event()
+        self._is_closing = threading.Event()
         self._lock = threading.RLock()
-        self._watching: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
         self._vain_restarts, self._arrivals = 0, 0
         self._ray, self._own_cluster = require_ray(), cluster is None
         self._options = {"store_bytes": store_bytes(spec), "run": Path(spec.folder), **ray}
@@ -94,8 +93,8 @@ class RaySupervisor:
             self._check_free()
             self._begin()
             self.start_workers(workers)
-            self._watching = threading.Thread(target=self._watch, name="heloco-supervisor", daemon=True)
-            self._watching.start()
+            self._watcher = threading.Thread(target=self._watch, name="heloco-supervisor", daemon=True)
+            self._watcher.start()
         except self._ray.exceptions.RayError as error:
             self.close()
             raise RunStopped(f"The synchronizer's process could not be started ({str(error).splitlines()[-1]}).") from error
@@ -195,11 +194,12 @@ class RaySupervisor:
     # ---- supervision
 
     def _watch(self) -> None:
-        while not self._closing.is_set():
+        while not self._is_closing.is_set():
             try:
                 self._look()
             except Exception as error:
-                if not self._closing.is_set():
+                if not self._is_closing.is_set():
+                    log.error("The supervisor failed with an internal error.", exc_info=error)
                     self._finish("failed", f"The supervisor failed with an internal error ({type(error).__name__}: {error}).")
                 return
 
@@ -215,7 +215,7 @@ class RaySupervisor:
         if self._end is None:
             references.append(self._end_of_run)
         if not references:
-            self._closing.wait(LOOK_S)
+            self._is_closing.wait(LOOK_S)
             return
         ready, _ = self._ray.wait(references, num_returns=1, timeout=LOOK_S)
         if self._end_of_run in ready and self._end is None:
@@ -230,7 +230,7 @@ class RaySupervisor:
             end: Ended = self._ray.get(self._end_of_run, timeout=LOOK_S)
             self._finish(end.kind, end.text)
         except self._ray.exceptions.ActorUnavailableError:  # the actor may still be alive
-            self._closing.wait(0.05)
+            self._is_closing.wait(0.05)
             self._end_of_run = self._actor.wait_for_end.remote()
         except self._ray.exceptions.RayError:
             if self.cluster.has_ended():
@@ -364,11 +364,11 @@ class RaySupervisor:
 
     def close(self) -> None:
         """Stops everything that was started here."""
-        if self._closing.is_set():
+        if self._is_closing.is_set():
             return
-        self._closing.set()
-        if self._watching is not None:
-            self._watching.join(CLOSE_S)
+        self._is_closing.set()
+        if self._watcher is not None:
+            self._watcher.join(CLOSE_S)
         try:
             self._end_processes()
         finally:

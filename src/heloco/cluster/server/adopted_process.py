@@ -71,8 +71,8 @@ def adopt_or_start(path: Path, lifeline: int, command: list[str], **options: Any
         return adopt_or_start(path, lifeline, command, **options)
     try:
         os.truncate(lock, 0)
-        started = subprocess.Popen(command, stdin=lifeline, pass_fds=(lock,), **options)
-        os.pwrite(lock, f"{started.pid} {name}".encode(), 0)
-        return started
+        new_process = subprocess.Popen(command, stdin=lifeline, pass_fds=(lock,), **options)
+        os.pwrite(lock, f"{new_process.pid} {name}".encode(), 0)
+        return new_process
     finally:
         os.close(lock)

@@ -93,15 +93,15 @@ def begin_saving(run: JournaledRun) -> Future[int]:
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
     make_journal_durable = run.journal.durable_later()
-    copied = run.readers.enter()
+    leave = run.readers.enter()
 
     def write() -> int:
         try:
             make_journal_durable()
             keep_first = replays_from_the_start(folder)  # here, because old ones may have been removed in this thread just now
-            folder.save_checkpoint(state, tensors, keep_first=keep_first, copied=copied)
+            folder.save_checkpoint(state, tensors, keep_first=keep_first, copied=leave)
         finally:
-            copied()
+            leave()
         return state.arrival
 
     run.saving = run.slow_work.submit(write)

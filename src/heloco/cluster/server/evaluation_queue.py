@@ -94,7 +94,7 @@ class EvaluationQueue:
         self.folder = make_folder(run / FOLDER)
         self._layout, self._scorer, self._record, self._readers = layout, scorer, record, readers
         self._due: deque[EvaluationDue] = deque()
-        self._copying: set[int] = set()
+        self._copy_arrivals: set[int] = set()
         """Arrivals whose models are being copied to their files."""
         self._models: dict[int, Path] = {}
         """Arrival -> the file of its model. Its digest is in its name, as a power cut may have changed its content."""
@@ -119,7 +119,7 @@ class EvaluationQueue:
             return earlier
         with self._changed:
             self._due.append(due)
-            self._copying.add(due.arrival)
+            self._copy_arrivals.add(due.arrival)
             if len(self._due) > WAITING_LIMIT:
                 self._leave_out(self._due[WAITING_LIMIT // 2])  # neither the first, which is under way, nor the last
         leave = self._readers.enter()
@@ -152,7 +152,7 @@ class EvaluationQueue:
         finally:
             leave()
             with self._changed:
-                self._copying.discard(due.arrival)
+                self._copy_arrivals.discard(due.arrival)
                 self._changed.notify_all()
 
     @contextmanager
@@ -197,7 +197,7 @@ class EvaluationQueue:
     def start(self) -> None:
         """Begins to evaluate. Until then evaluations are only collected."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._copying)
+            self._changed.wait_for(lambda: not self._copy_arrivals)
         still_due = set(self._models.values())
         for path in self.folder.iterdir():
             if path not in still_due and path.suffix in (".safetensors", ".partial"):
@@ -263,7 +263,7 @@ class EvaluationQueue:
         with self._changed:
             while not self._is_over:
                 due = self._due[0] if self._due else None
-                if due and due.arrival not in self._copying and not (due.arrival in self._models and self._is_a_machines()):
+                if due and due.arrival not in self._copy_arrivals and not (due.arrival in self._models and self._is_a_machines()):
                     self._is_evaluating = True
                     return due
                 self._changed.wait(LOOK_EVERY_S if self._due else None)

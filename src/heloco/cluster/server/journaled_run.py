@@ -315,10 +315,10 @@ class JournaledRun:
         """Arrivals per minute, share of arrivals and mean staleness over the window, of one machine or of all."""
         recent, window = list(self.recent), len(self.contributors)
         staleness = [stale for _, name, stale in recent[-window:] if machine in (None, name)]
-        counted = [name for _, name, _ in recent[1:] if machine in (None, name)]  # the first marks where the span begins
+        arrivals = sum(machine in (None, name) for _, name, _ in recent[1:])  # the first marks where the span begins
         span_s = now_s - recent[0][0] if len(recent) > 1 else 0.0
         return {
-            "per_minute": 60 * len(counted) / span_s if span_s > 0 else None,
+            "per_minute": 60 * arrivals / span_s if span_s > 0 else None,
             "share": self.contributors.count(machine) / window if window and machine else None,
             "staleness": sum(staleness) / len(staleness) if staleness else None,
         }

@@ -61,7 +61,7 @@ class Pauses:
         """When the current pause began, or when the last one ended."""
         self._order: Paused | None = None
         """The pause that an admin ordered."""
-        self._journaled: Paused | None = None
+        self._journaled_pause: Paused | None = None
         """The pause as last recorded in the journal. On a full disk it is recorded later."""
         self._short_since_s: float | None = None
         """When the disk became too full for another round."""
@@ -69,7 +69,7 @@ class Pauses:
     def take_up(self) -> None:
         """Takes over the pause of a run that was resumed. A pause by an admin outlasts a restart."""
         paused = self.state.paused
-        self.since_s, self._journaled = self.state.now_s, paused
+        self.since_s, self._journaled_pause = self.state.now_s, paused
         self._order = paused if paused is not None and paused.kind == "admin" else None
 
     def pause(self, text: str) -> None:
@@ -109,11 +109,11 @@ class Pauses:
     def _note(self, paused: Paused | None) -> None:
         """Records the pause in the journal if its kind has changed."""
         state = self.state
-        if (paused and paused.kind) != (self._journaled and self._journaled.kind):
+        if (paused and paused.kind) != (self._journaled_pause and self._journaled_pause.kind):
             with state.recording() as run:
                 event = Pause(time_s=state.now_s, kind=paused.kind, text=paused.text) if paused else Resume(time_s=state.now_s)
                 run.note(event)
-            self._journaled = paused
+            self._journaled_pause = paused
 
     def space_problem(self) -> Paused | None:
         """The pause if the disk has no room for another round. After `PRUNE_AFTER_S` it also prunes the journal."""

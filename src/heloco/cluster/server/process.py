@@ -223,9 +223,9 @@ class RunHost:
 
 
 def _load(name: str) -> Callable[..., Any]:
-    module, _, function = name.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return loaded
+    module, _, function_name = name.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), function_name)
+    return function
 
 
 class LocalWorkers:

@@ -24,7 +24,8 @@ from heloco.records.run_files import CHECKPOINTS, EVALS
 from heloco.run import checkpoint
 from heloco.run.checkpoint import NO_LINES, CheckpointDamaged
 
-Loaded = tuple[ServedState, Mapping[str, Tensor]]
+StartPoint = tuple[ServedState, Mapping[str, Tensor]]
+"""The state and the tensors of a checkpoint."""
 
 
 class Resumption:
@@ -59,22 +60,22 @@ class Resumption:
             checkpoints.save(self.run)
         self.run.start_evaluations()
 
-    def _choose_checkpoint(self) -> Loaded | None:
+    def _choose_checkpoint(self) -> StartPoint | None:
         """The newest checkpoint from which every file is intact or can be computed again."""
         paths = self.folder.checkpoints()[::-1]
         damage_of_path: dict[Path, CheckpointDamaged] = {}
-        second_best: tuple[Loaded, str] | None = None
+        second_best: tuple[StartPoint, str] | None = None
         for path in paths:
             try:
-                loaded = checkpoint.load(path, ServedState)
-                lost_file = self._lost_at(loaded[0], is_newest=path == paths[0])
+                start_point = checkpoint.load(path, ServedState)
+                lost_file = self._lost_at(start_point[0], is_newest=path == paths[0])
             except CheckpointDamaged as error:
                 damage_of_path[path] = error
                 continue
             if not lost_file:
                 self._note_choice(path.name, damage_of_path, second_best)
-                return loaded
-            second_best = second_best or (loaded, lost_file)
+                return start_point
+            second_best = second_best or (start_point, lost_file)
         if second_best is not None:
             self._set_aside(damage_of_path)
             self.notices.append(f"{second_best[1]} is damaged and cannot be made again: the run continues without it.")
@@ -85,7 +86,7 @@ class Resumption:
             self.notices.append(f"{self.folder.path / CHECKPOINTS} is gone: the run is made again from its journal.")
         return None
 
-    def _note_choice(self, name: str, damages: dict[Path, CheckpointDamaged], second_best: tuple[Loaded, str] | None) -> None:
+    def _note_choice(self, name: str, damages: dict[Path, CheckpointDamaged], second_best: tuple[StartPoint, str] | None) -> None:
         for damage in damages.values():
             sentence = str(damage).partition(". ")[0]
             self.notices.append(f"{sentence}. The run continues from {name} and its journal; nothing is lost.")
@@ -181,10 +182,10 @@ class Resumption:
 
 def _still_under_way(folder: Path, since: Mark) -> set[int]:
     """Numbers of the dispatches whose rounds have neither arrived nor been given up by the end of the journal."""
-    dispatched: dict[int, int] = {}
+    number_by_worker: dict[int, int] = {}
     for event, mark in read_events(folder, since):
         if isinstance(event, Dispatch):
-            dispatched[event.worker] = mark.number
+            number_by_worker[event.worker] = mark.number
         elif isinstance(event, Receive | Abandon):
-            dispatched.pop(event.worker, None)
-    return set(dispatched.values())
+            number_by_worker.pop(event.worker, None)
+    return set(number_by_worker.values())

@@ -20,6 +20,7 @@ from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_path, read_events, segments
+from heloco.records.machine_ids import name_of
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
@@ -71,12 +72,12 @@ class Rollback:
 
     def _find_machine(self, name: str) -> str:
         """The id of a machine that joined the run, by its id or by its name."""
-        joined = sorted({event.machine for event, _ in read_events(self.folder.path / FOLDER) if isinstance(event, Join)})
-        matches = [machine for machine in joined if name in (machine, machine.rpartition("#")[0])]
+        machines = sorted({event.machine for event, _ in read_events(self.folder.path / FOLDER) if isinstance(event, Join)})
+        matches = [machine for machine in machines if name in (machine, name_of(machine))]
         if len(matches) == 1:
             return matches[0]
         which = f"is called by {len(matches)} machines" if matches else "never joined this run"
-        raise UserError(f"{name!r} {which}: give one of {', '.join(matches or joined)}.")
+        raise UserError(f"{name!r} {which}: give one of {', '.join(matches or machines)}.")
 
     def _choose_checkpoint(self) -> tuple[ServedState, Path]:
         earliest = ""
@@ -145,8 +146,10 @@ class Rollback:
 
     def _check_reached(self, run: JournaledRun) -> None:
         if self.to is not None and run.synchronizer.arrivals < self.to and not self.without:
-            at = run.synchronizer.arrivals
-            raise UserError(f"The run stands at arrival {at} only: give a smaller --to, or leave it out for the last whole one.")
+            arrivals = run.synchronizer.arrivals
+            raise UserError(
+                f"The run stands at arrival {arrivals} only: give a smaller --to, or leave it out for the last whole one."
+            )
 
     def _record(self, run: JournaledRun, event: Event, number: int) -> bool:
         """Writes an event of the old journal to the new one and follows it. False if its contribution is missing."""
@@ -196,9 +199,9 @@ class Rollback:
 
 def _copy_start(source: Path, target: Path, size: int) -> None:
     """Copies the first `size` bytes of a file."""
-    with source.open("rb") as reading, target.open("wb") as writing:
-        while size > 0 and (piece := reading.read(min(size, 1 << 20))):
-            writing.write(piece)
+    with source.open("rb") as source_file, target.open("wb") as target_file:
+        while size > 0 and (piece := source_file.read(min(size, 1 << 20))):
+            target_file.write(piece)
             size -= len(piece)
 
 

@@ -143,8 +143,8 @@ class Roster:
     def seats_open_to(self, machine: Machine, now_s: float) -> set[int]:
         """Seats whose rounds the machine may do: its own, empty ones, and those whose own machine does not use them."""
         own_seat = {machine.seat} if machine.seat is not None else set()
-        unattended = {m.seat for m in self if m.seat is not None and m is not machine and not self._attends(m, now_s)}
-        return own_seat | unattended | self.empty_seats()
+        unattended_seats = {m.seat for m in self if m.seat is not None and m is not machine and not self._attends(m, now_s)}
+        return own_seat | unattended_seats | self.empty_seats()
 
     def _attends(self, machine: Machine, now_s: float) -> bool:
         """Whether the machine does its own seat's round, or will soon: it is not resting, and asked for a round lately."""

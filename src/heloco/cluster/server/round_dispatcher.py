@@ -127,9 +127,9 @@ class RoundDispatcher:
         if state.run is None:
             raise Refused(RefusalCode.NOT_HELD, "The run has no model yet.")
         if machine.round != key:
-            at = state.run.synchronizer.outer_step
-            if key.version > at:
-                raise Refused(RefusalCode.FUTURE, f"Version {key.version} is from the future: the run is at {at}.")
+            outer_step = state.run.synchronizer.outer_step
+            if key.version > outer_step:
+                raise Refused(RefusalCode.FUTURE, f"Version {key.version} is from the future: the run is at {outer_step}.")
             holds = "none" if machine.round is None else "round {1} of worker {0}, version {2}".format(*machine.round)
             round_name = f"round {key.round} of worker {key.worker}, version {key.version}"
             raise Refused(

@@ -82,8 +82,8 @@ class Upload:
             self.size, self._digest = self.size + len(piece), digest
 
     def _check_header(self, piece: bytes | memoryview) -> None:
-        expected = self.layout.header[self.size : self.size + len(piece)]
-        if bytes(piece[: len(expected)]) != expected:
+        header_part = self.layout.header[self.size : self.size + len(piece)]
+        if bytes(piece[: len(header_part)]) != header_part:
             self._restart()
             raise Refused(RefusalCode.LAYOUT, "The tensors are not of this run's model: names, shapes or dtypes differ.")
 

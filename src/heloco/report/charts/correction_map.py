@@ -25,11 +25,11 @@ def correction(runs: Sequence[Run]) -> Chart | None:
 def heat_of(run: Run, cells: int) -> View | None:
     """The map of a run, thinned to so many cells; None if the run has no blocks."""
     tape, blocks = run.tape, run.facts.blocks
-    applied = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
-    if not applied:
+    places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
+    if not places:
         return None
-    column_size = math.ceil(len(applied) / max(1, cells // len(blocks)))
-    parts = [applied[begin : begin + column_size] for begin in range(0, len(applied), column_size)]
+    column_size = math.ceil(len(places) / max(1, cells // len(blocks)))
+    parts = [places[begin : begin + column_size] for begin in range(0, len(places), column_size)]
     heat = Heat(
         blocks=[block.name for block in blocks],
         sizes=[math.prod(block.shape) for block in blocks],

@@ -174,17 +174,17 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
 
 def _label_axes(sheet: "Sheet", figure: Figure, grid: "list[Axes]", columns: int) -> None:
     """What all panels have in common is written once."""
-    used = list(zip(grid, figure.panels, strict=False))
+    pairs = list(zip(grid, figure.panels, strict=False))
     one_x, one_y = (len({getattr(panel, name) for panel in figure.panels}) == 1 for name in ("x_label", "y_label"))
-    same_x = one_x and len({axes.get_xlim() for axes, _ in used}) == 1
-    for i, (axes, panel) in enumerate(used):
+    same_x = one_x and len({axes.get_xlim() for axes, _ in pairs}) == 1
+    for i, (axes, panel) in enumerate(pairs):
         if not one_y:
             axes.set_ylabel(panel.y_label)
         elif i % columns:
             axes.tick_params(left=False, labelleft=False)
         if not one_x:
             axes.set_xlabel(panel.x_label)
-        elif same_x and i + columns < len(used):
+        elif same_x and i + columns < len(pairs):
             axes.tick_params(labelbottom=False)
     if one_x:
         sheet.supxlabel(figure.panels[0].x_label, fontsize=8.5)

@@ -147,20 +147,20 @@ def mix(one: str, other: str, part: float) -> str:
 
 def y_range(lines: Sequence[Line], everything: bool = False) -> Range:
     """Everything, unless a steep start would take more than a third of the height: then where the curves settle."""
-    settled: list[float] = []
-    whole: list[float] = []
+    late_values: list[float] = []
+    values: list[float] = []
     for line in lines:
         points = list(line.points())
         start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 and not everything else -math.inf
-        whole += [y for _, *both in points for y in both]
-        settled += [y for x, *both in points for y in both if x >= start]
-    if not whole:
+        values += [y for _, *both in points for y in both]
+        late_values += [y for x, *both in points for y in both if x >= start]
+    if not values:
         return Range(0.0, 1.0)
-    settled += [0.0] if everything else []
-    low, high = min(settled), max(settled)
+    late_values += [0.0] if everything else []
+    low, high = min(late_values), max(late_values)
     span = high - low
-    lowest, highest = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(whole), low), (max(whole), high)))
-    low, high = (low if lowest is not None else min(low, min(whole))), (high if highest is not None else max(high, max(whole)))
+    lowest, highest = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(values), low), (max(values), high)))
+    low, high = (low if lowest is not None else min(low, min(values))), (high if highest is not None else max(high, max(values)))
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return Range(low - margin, high + margin, lowest, highest)
 
