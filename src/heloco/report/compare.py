@@ -29,8 +29,8 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
 
 def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) -> TableData:
     """Each run by its last evaluation within the budget: nothing is interpolated."""
-    ends = [getattr(run.evals[-1], budget) for run in runs]
-    limit = min(ends) if limit is None else limit
+    reached = [getattr(run.evals[-1], budget) for run in runs]
+    limit = min(reached) if limit is None else limit
     unit = runs[0].facts.unit if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
     records = [_last_within(run, budget, limit) for run in runs]
     measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records)]
@@ -45,7 +45,7 @@ def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) ->
         header.append(source)
         columns.append(marked([record.scores.get(source, {}).get("loss") for record in records], "loss"))
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
-    short = [run.name for run, end in zip(runs, ends, strict=True) if end < limit]
+    short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""
     if budget == "time_s" and len({run.facts.is_real for run in runs}) > 1:
         caption += " Virtual seconds are not real ones: what was simulated and what was not do not compare by time."

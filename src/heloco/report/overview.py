@@ -40,8 +40,8 @@ def runs_table(runs: Sequence[Run]) -> TableData:
 def _paces(run: Run) -> str:
     if not run.facts.is_real:
         return paces_in_words(run.facts.paces)
-    paces = [pace for worker in run.summary.workers if (pace := worker.measured_s) is not None]
-    return paces_in_words([float(f"{pace:.2g}") for pace in paces]) if paces else "–"
+    measured = [pace for worker in run.summary.workers if (pace := worker.measured_s) is not None]
+    return paces_in_words([float(f"{pace:.2g}") for pace in measured]) if measured else "–"
 
 
 def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
@@ -62,15 +62,14 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     """The settings in which the runs differ; of a single run all of them."""
     columns = [{f"{section}.{name}": v for section, entries in run.config.items() for name, v in entries.items()} for run in runs]
     names = list(dict.fromkeys(name for settings in columns for name in settings))
-    names_that_differ = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
+    differing = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
     rows = [
         [Cell(name), *(Cell(_setting_text(settings.get(name))) for settings in columns)]
-        for name in (names if len(runs) == 1 else names_that_differ)
+        for name in (names if len(runs) == 1 else differing)
     ]
     if len(runs) == 1:
         return TableData("Settings", ["setting", runs[0].name], rows)
-    count = len(names) - len(names_that_differ)
-    caption = f"The other {count} settings are the same in all runs. –: the setting is not of that method."
+    caption = f"The other {len(names) - len(differing)} settings are the same in all runs. –: the setting is not of that method."
     return TableData("Settings that differ", ["setting", *(run.name for run in runs)], rows, caption)
 
 

@@ -102,7 +102,7 @@ def run_colours(runs: Sequence[Run]) -> list[tuple[str, bool]]:
     free, looks = list(OTHER_COLOURS), list[tuple[str, bool]]()
     for i, run in enumerate(runs):
         colour = METHOD_COLOURS.get(run.method)
-        if colour is None or any(colour == other for other, _ in looks):
+        if colour is None or any(colour == used for used, _ in looks):
             colour = free.pop(0) if free else None
         looks.append((colour, False) if colour else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))
     return looks
