@@ -19,6 +19,8 @@ BANNED = {
 BANNED_IN_PACKAGE = {
     "asking", "arrived", "brought", "caught", "certain", "chosen", "collected", "damaged", "decoded", "described", "evaluated",
     "filled", "further", "labelled", "mirroring", "missing", "moved", "noted", "recorded", "stopping",
+    "accepting", "applied", "being_removed", "connected", "copying", "counted", "dispatched", "elapsed", "incoming",
+    "journaled", "lately", "missed", "offered", "pausing", "settled", "shared", "tidying", "unattended", "unchecked", "watching",
 }  # fmt: skip
 """Also not in `src`."""
 PREFIX = "of_"
