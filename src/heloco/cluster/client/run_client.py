@@ -174,7 +174,7 @@ class RunClient:
             answer = self._next_round(wait_s)
             self.waiting = answer if isinstance(answer, Wait) else None
             if isinstance(answer, EvaluationJob):
-                self._do(answer)
+                self._evaluate_model(answer)
                 continue
             if isinstance(answer, Wait):
                 continue
@@ -191,7 +191,7 @@ class RunClient:
         evaluates = self._evaluate is not None
         return self._call(lambda ticket: self.link.next_round(ticket, wait_s, evaluates=evaluates))
 
-    def _do(self, job: EvaluationJob) -> None:
+    def _evaluate_model(self, job: EvaluationJob) -> None:
         """Evaluates a model for the run. If that fails, another will do it."""
         layout = Layout(self.joined.start_layout or ())
         assert self._evaluate is not None
@@ -203,7 +203,9 @@ class RunClient:
             scores = self._evaluate(model)
         except Exception as error:  # a task is the user's own code
             self._evaluate = None
-            self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here: {error}")
+            self.tell(
+                f"The evaluation at arrival {job.arrival} failed, and no other is made here ({type(error).__name__}: {error})."
+            )
             return
         result = EvaluationResult(arrival=job.arrival, scores=scores)
         self._call(lambda ticket: self.link.send_scores(ticket, result))

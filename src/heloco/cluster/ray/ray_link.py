@@ -27,7 +27,7 @@ from heloco.wire.layout import Layout, pieces, view
 
 BEAT_S = 10.0
 ANSWER_S = 60.0
-"""Timeout for requests without tensors, since an evaluation or a checkpoint may be under way."""
+"""Timeout for requests without tensors: the synchronizer may be taking in a contribution of a large model."""
 PING_EVERY_S = 3.0
 READY_S = 3.0
 RECONNECT_AFTER_S = 20.0

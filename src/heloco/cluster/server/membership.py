@@ -145,7 +145,7 @@ class Membership:
                     self.part_with(machine, "evicted", text)
 
     def beat(self, ticket: Ticket, steps: int) -> BeatAnswer:
-        """A sign of life. It takes no lock, so it never waits for a contribution, an evaluation or a checkpoint."""
+        """A sign of life. It takes no lock, so it never waits, not even while a contribution is applied."""
         state = self.state
         machine = state.machine(ticket)
         state.roster.note_steps(machine, steps, state.now_s)

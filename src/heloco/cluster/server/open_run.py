@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from heloco.cluster.server.journaled_run import JournaledRun
+from heloco.cluster.server.model_intake import RunFactory
 from heloco.cluster.server.resumption import Resumption
 from heloco.cluster.server.scorers import scorer_for
 from heloco.cluster.server.service import Service
@@ -105,7 +106,7 @@ def old_run(
     return _begin_service(journaled_run(task, config, folder, observers, task_config), clock)
 
 
-def _begin_service(run: JournaledRun, clock: Clock, create_run: Any = None) -> Service:
+def _begin_service(run: JournaledRun, clock: Clock, create_run: RunFactory | None = None) -> Service:
     assert run.folder is not None
     try:
         starts, notices = begin(run)

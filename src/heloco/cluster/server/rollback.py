@@ -31,11 +31,10 @@ COPIED = (CONFIG, META, RUN_ID, "credentials")
 
 @dataclass(frozen=True)
 class RollbackResult:
-    """What a rollback did: the arrivals before and after, and what was left out."""
+    """What a rollback did: where the run stands now, and what was left out."""
 
     arrivals: int
     """Arrivals of the run now."""
-    arrivals_before: int
     left_out: int
     """How many contributions were left out."""
     machines: tuple[str, ...]
@@ -66,7 +65,7 @@ class Rollback:
             finally:
                 run.close()
             machines = tuple(sorted(self.without))
-            return RollbackResult(arrivals, self._arrivals_before(), self._left_out, machines, self._exchange())
+            return RollbackResult(arrivals, self._left_out, machines, self._exchange())
         finally:
             self.folder.close()
 
@@ -179,13 +178,6 @@ class Rollback:
         event_now = structs.replace(event, round=terms.index, version=terms.version)
         run.follow(event_now, run.journal.append(event_now))
         return True
-
-    def _arrivals_before(self) -> int:
-        events = read_events(self.folder.path / FOLDER)
-        try:
-            return sum(isinstance(event, Receive) for event, _ in events)
-        except JournalDamaged:
-            return 0
 
     def _exchange(self) -> Path:
         """Moves the old folder aside and puts the new one in its place."""
