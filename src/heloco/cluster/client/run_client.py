@@ -203,9 +203,8 @@ class RunClient:
             scores = self._evaluate(model)
         except Exception as error:  # a task is the user's own code
             self._evaluate = None
-            self.tell(
-                f"The evaluation at arrival {job.arrival} failed, and no other is made here ({type(error).__name__}: {error})."
-            )
+            reason = f"{type(error).__name__}: {error}"
+            self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
             return
         result = EvaluationResult(arrival=job.arrival, scores=scores)
         self._call(lambda ticket: self.link.send_scores(ticket, result))
