@@ -11,7 +11,7 @@ from typing import TypeGuard
 import pytest
 
 from heloco.records import run_files
-from support.rooms import MODULES, PACKAGE, crossing_names, definitions, imports_of, name_of, room_of
+from support.rooms import MODULES, PACKAGE, aliases_of, crossing_names, definitions, imports_of, name_of, parse, places, room_of
 
 FLOORS = [
     {"outer"},
@@ -157,7 +157,7 @@ BY_NAME = {
 
 def test_what_crosses_a_border_has_a_type_of_its_own():
     """No function or class that another room imports takes or gives a mapping from names to anything."""
-    crossing, nodes = crossing_names(), definitions()
+    crossing, nodes = crossing_names() | crossing_names(inside_cluster=True), definitions()
     assert len(crossing) > 250
     untyped = {name for name in crossing if any(ANYTHING.search(text) for text in annotations_of(nodes[name][1]))}
     assert untyped - SIGNATURES_OF_OTHERS == BY_NAME.keys()
@@ -178,6 +178,33 @@ def test_inside_the_cluster_protocol_comes_first_then_server_and_client_then_gat
         if module.startswith("heloco.cluster."):
             other = cluster_room_of(module)
             assert other == room or floors[other] < floors[room], f"{path}:{line}: {room} imports {other}"
+
+
+BASES = {
+    "heloco.cluster.protocol.messages.Message",
+    "heloco.cluster.protocol.messages.ContributionReport",  # a commit is a report with the round and the digest
+    "heloco.cluster.protocol.link.Link",
+    "heloco.cluster.protocol.link.AdminLink",
+    "heloco.cluster.gateway.api.Key",  # of a query
+    "heloco.run.checkpoint.CheckpointState",
+}
+"""Types of values, and protocols."""
+
+
+def bases_in(path: Path) -> Iterator[str]:
+    """The classes of the package, by their full names, that classes in this file inherit from."""
+    aliases = {alias: name for _, name, alias in aliases_of(path)}
+    for node in ast.walk(parse(path)):
+        for base in node.bases if isinstance(node, ast.ClassDef) else ():
+            first, _, rest = ast.unparse(base).partition("[")[0].partition(".")
+            full = ".".join(filter(None, (aliases.get(first, f"{name_of(path)}.{first}"), rest)))
+            if (full := places().get(full, full)) in definitions():
+                yield full
+
+
+def test_the_cluster_is_composed_and_inherits_nothing_but_types_of_values():
+    """No class of it is spread over several files."""
+    assert {base for path in CLUSTER_MODULES for base in bases_in(path)} == BASES
 
 
 def loaded_by(code: str) -> list[str]:
