@@ -17,6 +17,8 @@ class Knob:
     about: str = ""
     interval: str = ""
     """The range of a number as in a paper: "[0, 1)", "[0, ∞)", "(−∞, ∞)"; empty: any."""
+    is_worker_count: bool = False
+    """Whether a method sets it to the run's number of workers, unless another value is given."""
     name: str = ""
     """This and `kind` come from the declaration that the knob stands in."""
     kind: Any = Any
@@ -80,6 +82,6 @@ def describe_knobs(knobs: Knobs) -> str:
     """Each knob with its default, its range and its meaning, two lines each."""
     lines = []
     for name, knob in knobs.items():
-        values = f", in {knob.interval}" if knob.interval else f", one of {', '.join(knob.choices)}" if knob.choices else ""
-        lines += [f"    {name} = {knob.default}{values}", f"        {knob.about}"]
+        values = f", in {knob.interval}" if knob.interval else f", one of {', '.join(map(repr, knob.choices))}" if knob.choices else ""
+        lines += [f"    {name} = {knob.default!r}{values}", f"        {knob.about}"]
     return "\n".join(lines)

@@ -36,11 +36,8 @@ class Method:
     def build(self, params: Iterable[Tensor], *, workers: int, **overrides: Any) -> OuterOptimizer:
         """The outer optimizer over `params`; overrides replace the method's own options, unknown ones are refused."""
         self.check(overrides)
-        options = {**self.options, **overrides}
-        if self.rule is DelayedNesterov:
-            options.setdefault("delay", workers)
         try:
-            return self.rule(params, **options)
+            return self.rule(params, **{**self.knobs_for(workers), **overrides})
         except ValueError as error:
             raise UserError(f"{self.name}: {error}") from error
 
@@ -59,6 +56,11 @@ class Method:
         """Every knob of the rule with its value in this method."""
         return {**{name: knob.default for name, knob in self.rule.knobs.items()}, **self.options}
 
+    def knobs_for(self, workers: int) -> dict[str, object]:
+        """The same in a run with this many workers."""
+        counts = {name: workers for name, knob in self.rule.knobs.items() if knob.is_worker_count}
+        return {**self.knobs(), **counts, **self.options}
+
 
 _MLA_STEP = "m ← μm + (1−μ)G,  θ ← θ − η(G + μm)"
 _CORRECT = "Δ̂ per block: kept if cos ≥ c_ok, damped if cos < 0, else turned towards m"
@@ -67,7 +69,6 @@ _ALL = (
     Method(
         name="sync-nesterov",
         rule=Nesterov,
-        options={"lr": 0.7},
         weight="average",
         barrier=True,
         about="DiLoCo: all workers wait for the slowest, Nesterov momentum over their mean.",
@@ -83,7 +84,6 @@ _ALL = (
     Method(
         name="delayed-nesterov",
         rule=DelayedNesterov,
-        options={"lr": 0.7},
         weight="constant",
         about="Liu et al. 2024, Alg. 3: plain steps, momentum at every N-th arrival (N = workers).",
         equation="N-th: m ← μm + ΣρΔ/N,  θ ← θ − η[(1−cN+c)μm + ρΔ/N];  else: θ ← θ − η[cμm + ρΔ/N];  start: θ",

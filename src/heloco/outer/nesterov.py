@@ -48,6 +48,7 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
     """
 
     def __init__(self, params: Any, *, fused: bool | None = None, **knobs: Unpack[MomentumKnobs]) -> None:
+        """`params`: the model's parameters, or groups of them. Each knob is a keyword."""
         super().__init__(params, knobs, fused=fused)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
