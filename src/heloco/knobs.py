@@ -82,6 +82,7 @@ def describe_knobs(knobs: Knobs) -> str:
     """Each knob with its default, its range and its meaning, two lines each."""
     lines = []
     for name, knob in knobs.items():
-        values = f", in {knob.interval}" if knob.interval else f", one of {', '.join(map(repr, knob.choices))}" if knob.choices else ""
+        choices = f", one of {', '.join(map(repr, knob.choices))}" if knob.choices else ""
+        values = f", in {knob.interval}" if knob.interval else choices
         lines += [f"    {name} = {knob.default!r}{values}", f"        {knob.about}"]
     return "\n".join(lines)

@@ -54,7 +54,7 @@ def test_a_new_constant_is_everywhere_after_one_declaration(nothing_stays_regist
     assert resolve(with_fields(RunConfig(), {"method": "boosted"})).outer.knobs["boost"] == 1.5
     assert "How much longer each step is." in " ".join(heloco("train", "--help").out.split())
     for wrong in ({"boost": 10.0}, {"mode": "left"}):
-        with pytest.raises(ValueError, match="(boost|mode) is"):
+        with pytest.raises(ValueError, match=r"(boost|mode) is"):
             Boosted([torch.zeros(1)], **wrong)
 
 
