@@ -57,7 +57,7 @@ class Method:
         return {**{name: knob.default for name, knob in self.rule.knobs.items()}, **self.options}
 
     def knobs_for(self, workers: int) -> dict[str, object]:
-        """The same in a run with this many workers."""
+        """Every knob with its value in a run with this many workers."""
         counts = {name: workers for name, knob in self.rule.knobs.items() if knob.is_worker_count}
         return {**self.knobs(), **counts, **self.options}
 

@@ -106,7 +106,7 @@ def test_no_function_of_the_rules_has_a_default_of_its_own_for_a_constant():
 # ---- what help(heloco.HeLoCo) says
 
 
-def test_help_shows_the_equation_which_published_form_it_is_and_an_example_that_runs():
+def test_help_shows_the_equation_and_which_published_form_it_is():
     documentation = help_of(package.HeLoCo)
     for text in (
         "m ← μm + (1−μ)G", "θ ← θ − η(G + μm)", "Δ − βc‖Δ‖ m/‖m‖", "λ = min(k_d(1−c)conf, 1)",
@@ -115,11 +115,24 @@ def test_help_shows_the_equation_which_published_form_it_is_and_an_example_that_
     ):  # fmt: skip
         assert text in documentation
     assert "knob_values" not in documentation
-    source = inspect.getdoc(package.HeLoCo) or ""
-    lines = source.partition("Example:\n\n")[2].partition("\n\n")[0]
+
+
+def example_of(rule: type[OuterOptimizer]) -> str:
+    """The lines of code in its docstring."""
+    return inspect.cleandoc((inspect.getdoc(rule) or "").partition("Example:\n\n")[2].partition("\n\n")[0])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_example_of_a_rule_runs_and_makes_its_first_step(rule):
+    """Δ = 0.1 and m = 0. Nesterov: θ −= η(1 + μ)ρΔ. MLA and HeLoCo: m = (1 − μ)ρΔ. Delayed Nesterov at the first of 4: ρ = 1."""
     model, workers = torch.nn.Linear(2, 1), 4
-    trained = [p.detach() - 0.1 for p in model.parameters()]
-    names: dict[str, Any] = {"heloco": package, "model": model, "workers": workers, "trained": trained}
-    exec(inspect.cleandoc(lines), names)
-    assert [each.case for each in names["outer"].outcomes] == ["skipped", "skipped"], "there is no momentum yet"
-    torch.testing.assert_close(list(model.parameters())[1] - trained[1], torch.full((1,), 0.1 - 0.7 * 0.05 * 1.09))
+    before = [p.detach().clone() for p in model.parameters()]
+    names: dict[str, Any] = {"heloco": package, "model": model, "workers": workers}
+    names |= {"trained": [p - 0.1 for p in before], "deltas": [torch.full_like(p, 0.1) for p in before]}
+    exec(example_of(rule), names)
+    steps = {
+        Nesterov: 0.7 * 1.9 * 0.1 / 4, MLA: 0.7 * 1.09 * 0.1 / 2, HeLoCo: 0.7 * 1.09 * 0.1 / 2, DelayedNesterov: 0.7 * 0.1 / 4,
+    }  # fmt: skip
+    for p, theta in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(theta - p, torch.full_like(p, steps[rule]))
+    assert [each.case for each in names["outer"].outcomes] == ["skipped"] * 2, "there is no momentum yet"

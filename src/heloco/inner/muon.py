@@ -31,7 +31,7 @@ class Muon:
         ]
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
-        """`lr`, `weight_decay`, `active`: a number for each slice."""
+        """One step of all slices. `lr`, `weight_decay` and `active` have a number for each slice."""
         for indices, group in self._groups:
             group.move([gradients[i] for i in indices], lr * active, weight_decay, active)
 

@@ -99,7 +99,7 @@ class HFModel:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Of what a model returned: the logits themselves, or transformers' output that holds them."""
+    """The logits in what a model returned: transformers' output that holds them, or the logits themselves."""
     logits: Tensor = getattr(output, "logits", output)
     return logits
 
