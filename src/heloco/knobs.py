@@ -13,7 +13,7 @@ class Knob:
     """One constant of a rule, as metadata of its type: `c: Annotated[float, Knob(0.0, "Its meaning.", "[0, 1)")]`."""
 
     default: Any = None
-    """Where the knob annotates a parameter with a default, that one counts."""
+    """The value if none is given. If the knob annotates a parameter that has a default, that one counts instead."""
     about: str = ""
     interval: str = ""
     """The range of a number as in a paper: "[0, 1)", "[0, ∞)", "(−∞, ∞)"; empty: any."""

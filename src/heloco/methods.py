@@ -23,11 +23,13 @@ class Method:
     weight: str = "base"
     """The arrival weight that the rule is used with, unless `--weight` names another."""
     flexible_weight: str = ""
-    """The same where a round may take any shard, if that is another."""
+    """The arrival weight in runs where a round may take any shard; empty: `weight`."""
     barrier: bool = False
     """Whether every worker waits for all others, and the rule gets the sum of their weighted pseudo-gradients."""
     about: str = ""
+    """A sentence for `heloco methods`; empty: the first line of the rule's docstring."""
     equation: str = ""
+    """The rule in one line, for `heloco methods`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", make_rule(self.rule))

@@ -10,7 +10,7 @@ from heloco.inner import adamw
 from heloco.inner.address_table import AddressTable
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of the Newton-Schulz iteration; these and the two below are torch's defaults."""
+"""The coefficients of the Newton-Schulz iteration. These and the two constants below are torch's defaults."""
 ITERATIONS = 5
 EPS = 1e-7
 RMS_OF_ADAMW = 0.2

@@ -25,7 +25,7 @@ from .masters import master_of, round_masters
 
 SLICE = 1 << 20
 LARGEST_SQUARE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-"""Of a block with a momentum in this precision: what is larger could overflow in the step."""
+"""The largest ‖Δ‖² of a block, by the precision of its momentum. A larger one could overflow in the step."""
 ScaleBlocks = Callable[[Numbers], Sequence[float]]
 """Δ·Δ of each block -> the factor to scale each with; empty: all stay as they are."""
 
@@ -39,7 +39,7 @@ class Blocks:
     """The blocks of one step, everything a rule needs to move them, column by column."""
 
     parameters: list[Tensor]
-    """As the rule moves them: masters where the model's own are in half precision."""
+    """What the rule moves: the model's parameters, or the masters of those in half precision."""
     momenta: list[Tensor]
     pseudo_gradients: Sequence[Block]
     states: list[dict[str, Any]]

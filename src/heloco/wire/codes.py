@@ -22,7 +22,7 @@ from torch import Tensor
 
 Kind = Literal["int8", "int4", "e3m0"]
 KINDS: tuple[Kind, ...] = ("int8", "int4", "e3m0")
-"""In the order of codes.c."""
+"""The kinds of codes, in the order of codes.c."""
 GROUP = 128
 TINY = 2.0**-100
 LIMITS = {"int8": 127.0, "int4": 7.0}
