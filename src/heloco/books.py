@@ -42,18 +42,19 @@ class Books(Struct, frozen=True, kw_only=True):
     arrivals: int
     refused_in_a_row: int
     rounds_of: list[int]
-    """By worker."""
+    """The number of rounds of each worker."""
     arrivals_of: list[int]
-    """By worker."""
+    """The number of accepted contributions of each worker."""
     steps_of: list[int]
-    """Accepted inner steps by worker."""
+    """The inner steps of each worker's accepted contributions."""
     inner_steps: list[int]
-    """Of each worker's last round, or of its next if it has had none. On real machines they follow the measured paces."""
+    """The inner steps of each worker's last round, or of its next if it has had none. On real machines they follow the measured
+    paces."""
     gathered_workers: list[int]
-    """Those whose contributions wait at the barrier."""
+    """The workers whose contributions wait at the barrier."""
     ledger: list[ShardPage]
     held: list[RoundUnderWay]
     reserved: dict[int, Reservation]
-    """By worker."""
+    """The data of the next round of each worker that does not wait for its start."""
     outer: list[dict[str, int | float | str | None]]
-    """By block: what the outer rule keeps in addition to tensors."""
+    """What the outer rule keeps of each block in addition to tensors."""

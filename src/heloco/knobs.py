@@ -13,10 +13,12 @@ class Knob:
     """One constant of a rule, as metadata of its type: `c: Annotated[float, Knob(0.0, "Its meaning.", "[0, 1)")]`."""
 
     default: Any = None
-    """Where the knob annotates a parameter with a default, that one counts."""
+    """The value if none is given. If the knob annotates a parameter that has a default, that one counts instead."""
     about: str = ""
     interval: str = ""
     """The range of a number as in a paper: "[0, 1)", "[0, ∞)", "(−∞, ∞)"; empty: any."""
+    is_worker_count: bool = False
+    """Whether a method sets it to the run's number of workers, unless another value is given."""
     name: str = ""
     """This and `kind` come from the declaration that the knob stands in."""
     kind: Any = Any
@@ -80,6 +82,7 @@ def describe_knobs(knobs: Knobs) -> str:
     """Each knob with its default, its range and its meaning, two lines each."""
     lines = []
     for name, knob in knobs.items():
-        values = f", in {knob.interval}" if knob.interval else f", one of {', '.join(knob.choices)}" if knob.choices else ""
-        lines += [f"    {name} = {knob.default}{values}", f"        {knob.about}"]
+        choices = f", one of {', '.join(map(repr, knob.choices))}" if knob.choices else ""
+        values = f", in {knob.interval}" if knob.interval else choices
+        lines += [f"    {name} = {knob.default!r}{values}", f"        {knob.about}"]
     return "\n".join(lines)

@@ -23,11 +23,13 @@ class Method:
     weight: str = "base"
     """The arrival weight that the rule is used with, unless `--weight` names another."""
     flexible_weight: str = ""
-    """The same where a round may take any shard, if that is another."""
+    """The arrival weight in runs where a round may take any shard; empty: `weight`."""
     barrier: bool = False
     """Whether every worker waits for all others, and the rule gets the sum of their weighted pseudo-gradients."""
     about: str = ""
+    """A sentence for `heloco methods`; empty: the first line of the rule's docstring."""
     equation: str = ""
+    """The rule in one line, for `heloco methods`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rule", make_rule(self.rule))
@@ -36,11 +38,8 @@ class Method:
     def build(self, params: Iterable[Tensor], *, workers: int, **overrides: Any) -> OuterOptimizer:
         """The outer optimizer over `params`; overrides replace the method's own options, unknown ones are refused."""
         self.check(overrides)
-        options = {**self.options, **overrides}
-        if self.rule is DelayedNesterov:
-            options.setdefault("delay", workers)
         try:
-            return self.rule(params, **options)
+            return self.rule(params, **{**self.knobs_for(workers), **overrides})
         except ValueError as error:
             raise UserError(f"{self.name}: {error}") from error
 
@@ -59,6 +58,11 @@ class Method:
         """Every knob of the rule with its value in this method."""
         return {**{name: knob.default for name, knob in self.rule.knobs.items()}, **self.options}
 
+    def knobs_for(self, workers: int) -> dict[str, object]:
+        """Every knob with its value in a run with this many workers."""
+        counts = {name: workers for name, knob in self.rule.knobs.items() if knob.is_worker_count}
+        return {**self.knobs(), **counts, **self.options}
+
 
 _MLA_STEP = "m ← μm + (1−μ)G,  θ ← θ − η(G + μm)"
 _CORRECT = "Δ̂ per block: kept if cos ≥ c_ok, damped if cos < 0, else turned towards m"
@@ -67,7 +71,6 @@ _ALL = (
     Method(
         name="sync-nesterov",
         rule=Nesterov,
-        options={"lr": 0.7},
         weight="average",
         barrier=True,
         about="DiLoCo: all workers wait for the slowest, Nesterov momentum over their mean.",
@@ -83,7 +86,6 @@ _ALL = (
     Method(
         name="delayed-nesterov",
         rule=DelayedNesterov,
-        options={"lr": 0.7},
         weight="constant",
         about="Liu et al. 2024, Alg. 3: plain steps, momentum at every N-th arrival (N = workers).",
         equation="N-th: m ← μm + ΣρΔ/N,  θ ← θ − η[(1−cN+c)μm + ρΔ/N];  else: θ ← θ − η[cμm + ρΔ/N];  start: θ",

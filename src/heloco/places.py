@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def cache_folder(folder: Path | None = None) -> Path:
-    """`chosen`, or $HELOCO_CACHE, or ~/.cache/heloco."""
+    """The folder to use: `folder` if it is given, else $HELOCO_CACHE, else ~/.cache/heloco."""
     return folder or Path(os.environ.get("HELOCO_CACHE") or Path.home() / ".cache" / "heloco").expanduser()

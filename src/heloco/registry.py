@@ -63,8 +63,9 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._loaded[name]
 
     def origin(self, name: str) -> str:
-        """The package (with its version) that offers this item; empty if it is built in or was registered in this process."""
-        is_ours = name in self._built_in or name in self._reserved or name in self.registered
+        """The package (with its version) that offers this item, also if its module registered it in this process; empty if it is
+        built in, or no package offers it."""
+        is_ours = name in self._built_in or name in self._reserved
         offers = [] if is_ours else self._entry_points().get(name, [])
         return _package(offers[0]) if offers else ""
 

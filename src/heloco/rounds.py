@@ -22,7 +22,7 @@ class Overlap:
 
     share: float
     merge_steps: list[int] = field(default_factory=list)
-    """By block."""
+    """The number of inner steps after which each block of the start is merged."""
     parameters: list[Tensor] | None = field(default=None, repr=False)
     """The worker's own, after its last round. None: there was no such round, and the worker waits for the start."""
 

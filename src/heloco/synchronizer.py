@@ -112,8 +112,8 @@ class Synchronizer:
         if worker not in self.reserved:
             self.reserve(worker)
         data = self.reserved.pop(worker)
-        where = data.shard, data.spans, data.inner_steps, data.shard_steps, data.progress
-        terms = worker, self.rounds_of[worker], self.outer_step, *where
+        data_terms = data.shard, data.spans, data.inner_steps, data.shard_steps, data.progress
+        terms = worker, self.rounds_of[worker], self.outer_step, *data_terms
         self.rounds_under_way[worker] = RoundUnderWay(*terms)
         if self.outer is None or not with_start:
             return Round(*terms)
@@ -190,11 +190,11 @@ class Synchronizer:
         self.arrivals += 1
         self.steps_of[worker] += terms.inner_steps
         released = (worker,) if not self.barrier else self._open_barrier() if ruling.verdict == "applied" else ()
-        stepped = self.outer is not None and ruling.verdict in ("applied", "zeroed")
+        has_stepped = self.outer is not None and ruling.verdict in ("applied", "zeroed")
         return Arrival(
             ruling.verdict, self.arrivals, self.outer_step, worker, terms.index, terms.version, staleness, weight,
             terms.shard, terms.spans, terms.inner_steps, released, ruling.code, ruling.reason, ruling.clipped,
-            self.outer.outcomes if stepped and self.outer else [], self.outer.movements if stepped and self.outer else [],
+            self.outer.outcomes if has_stepped and self.outer else [], self.outer.movements if has_stepped and self.outer else [],
         )  # fmt: skip
 
     def _step_share(self, worker: int) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import heloco
 from heloco.run.config import BEST
@@ -73,6 +74,14 @@ def test_a_docstring_says_more_than_the_name(path):
 def test_the_class_names_the_method_that_the_default_recipe_has():
     documentation = " ".join((heloco.HeLoCo.__doc__ or "").split())
     assert f"The default of `heloco train` and `heloco.simulate`, `{BEST['method']}`," in documentation
+
+
+def test_the_example_of_a_task_runs():
+    lines = (heloco.DatasetTask.__doc__ or "").splitlines()
+    names: dict[str, Any] = {"heloco": heloco, "torch": torch}
+    exec(inspect.cleandoc("\n".join(line for line in lines if line.startswith(" " * 8))), names)
+    result = names["result"]
+    assert len(result.tape) == 10 and result.loss < result.evals[0].mean["loss"]
 
 
 CROSSING = sorted(crossing_names(inside_cluster=True))

@@ -1,13 +1,16 @@
-"""Rules, weights, shard policies and tasks of an installed package, in processes of their own."""
+"""Rules, weights, shard policies and tasks of packages that pip installed, in processes of their own."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from support.repository import REPOSITORY
 from support.runs import TINY, TINY_MODEL, Done, evals, heloco, tape
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
@@ -17,37 +20,49 @@ MODULE = (
     "from dataclasses import dataclass\n"
     "from torch import Tensor\n"
     "from support.extensions import Fading, build_sums, sign_step\n"
-    "from heloco import Method\n"
+    "from heloco import Method, register_method\n"
     "ahead = Method(name='', rule=sign_step, options={'lookahead': True, 'lr': 0.003}, about='Signed, and ahead.')\n"
+    "register_method('sign-ahead', sign_step, options=ahead.options, about=ahead.about)\n"  # as a script does
     "def rotating(worker, round_index, shards):\n"
     "    return (worker + round_index) % len(shards)\n"
 )
-ENTRY_POINTS = """
-[heloco.methods]
-sign = own_rules:sign_step
-sign-ahead = own_rules:ahead
-broken = own_rules.missing:nothing
-mla = own_rules:sign_step
-[heloco.weights]
-fading = own_rules:Fading
-[heloco.shards]
-rotating = own_rules:rotating
-[heloco.tasks]
-sums = own_rules:build_sums
+PROJECT = """
+[project]
+name = "own-rules"
+version = "0.3"
+[project.entry-points."heloco.methods"]
+sign = "own_rules:sign_step"
+sign-ahead = "own_rules:ahead"
+broken = "own_rules.missing:nothing"
+mla = "own_rules:sign_step"
+[project.entry-points."heloco.weights"]
+fading = "own_rules:Fading"
+[project.entry-points."heloco.shards"]
+rotating = "own_rules:rotating"
+[project.entry-points."heloco.tasks"]
+sums = "own_rules:build_sums"
 """
 OWN = ("--method", "sign-ahead", "--weight", "fading", "--weight-power", "2", "--assign", "rotating", "--outer-lr", "0.004")
 
 
+def install(project: Path, folder: Path) -> Path:
+    """`pip install PROJECT` into a folder of its own, without a network."""
+    if not (find_spec("pip") and find_spec("setuptools")):  # not imported: setuptools would patch this process
+        pytest.skip("pip or setuptools is not installed")
+    offline = ("--no-index", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "--quiet")
+    command = [sys.executable, "-m", "pip", "install", *offline, "--target", str(folder), str(project)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    return folder
+
+
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as pip leaves it: a module, and the package's metadata."""
-    folder = tmp_path_factory.mktemp("site-packages")
-    (folder / "own_rules.py").write_text(MODULE)
-    metadata = folder / "own_rules-0.3.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: own-rules\nVersion: 0.3\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    return folder
+    """A package of every kind of thing, some of it unusable."""
+    project = tmp_path_factory.mktemp("own-rules")
+    (project / "own_rules.py").write_text(MODULE)
+    (project / "pyproject.toml").write_text(PROJECT)
+    return install(project, tmp_path_factory.mktemp("site-packages"))
 
 
 def in_process(*arguments: str | Path, path: Path | None = None) -> Done:
@@ -166,3 +181,30 @@ def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
     for command in (("replay", folder), ("serve", folder, *HERE), ("rollback", folder, "--to", "6")):
         refused = heloco(*command)
         assert refused.code == 2 and refused.sentence.endswith("which is not installed here: install own-rules 0.3."), command
+
+
+def test_the_example_is_installed_trained_studied_and_served(tmp_path):
+    """examples/own_rule/ as it is: about twenty lines of Python, and a pyproject.toml."""
+    example = REPOSITORY / "examples" / "own_rule"
+    lines = [line for line in (example / "own_rule.py").read_text().splitlines() if line.strip()]
+    assert len(lines) <= 20
+    site = install(shutil.copytree(example, tmp_path / "own_rule"), tmp_path / "site-packages")
+    folder, results = tmp_path / "run", tmp_path / "results"
+    trained = in_process("train", *TINY, "--method", "sign", "--outer-lr", "0.004", "--out", folder, path=site)
+    assert trained.code == 0, trained.err
+    assert json.loads((folder / "run.json").read_text())["plugins"] == {"method sign": "own-rule 0.1"}
+    assert "outer_lr = 0.004" in (folder / "config.toml").read_text() and len(tape(folder)) == 8
+    (tmp_path / "mine.toml").write_text(
+        'like = "table1"\n[small]\narrivals = 4\ninner_steps = 1\n[rows]\n"1,2" = { paces = [1, 1, 1, 1, 2] }\n'
+        '[methods]\nsign = {}\n[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
+    )
+    study = ("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", results)
+    studied = in_process(*study, path=site)
+    assert studied.code == 0, studied.err
+    assert len(list((results / "runs").glob("*.json*"))) == 1
+    for part in ("uvicorn", "starlette", "httpx", "cryptography"):
+        pytest.importorskip(part, reason=f"{part} is not installed")
+    rounds = ("--batch-size", "2", "--inner-steps", "2", "--arrivals", "6", "--device", "cpu", "--method", "sign")
+    served = in_process("serve", "--out", tmp_path / "served", *TINY_MODEL, *rounds, *HERE, path=site)
+    assert served.code == 0, (served.out, served.err)
+    assert [line["verdict"] for line in tape(tmp_path / "served")] == ["applied"] * 6

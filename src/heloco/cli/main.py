@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def run(arguments: list[str], *, is_program: bool = False) -> int:
-    """`is_program`: the process does nothing else, so a command may fork it."""
+    """Runs a command line, and returns its exit code. `is_program`: the process does nothing else, so a command may fork it."""
     try:
         parsed = parser().parse_all(arguments)
         parsed.is_program = is_program

@@ -230,7 +230,7 @@ class HereEngine:
 
 
 def serves_here(spec: "ServeSpec", ray: str) -> bool:
-    """Without Ray."""
+    """Whether the run is served by this process, without Ray."""
     from importlib.util import find_spec
 
     return ray == "off" or (ray == "auto" and find_spec("ray") is None and spec.listen is not None)

@@ -63,7 +63,7 @@ def _name(number: int) -> str:
 
 
 def exit_code(status: int) -> int:
-    """As a shell reports it."""
+    """The exit code that a shell reports for this wait status: 128 + the signal of a process that was killed."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
@@ -99,7 +99,8 @@ class Wording:
 
 
 class WarmRestart:
-    """`work(is_restart)` returns an exit code, and runs in the child. `progress` grows when the work gets on."""
+    """Runs `work(is_restart)` in a child process, and again in a new child if it was killed. `work` returns an exit code.
+    `progress` grows when the work gets on: after several restarts without any, it is given up."""
 
     def __init__(
         self, work: Callable[[bool], int], progress: Callable[[], int], wording: Wording, tell: Callable[[str], Any] = print

@@ -27,7 +27,8 @@ SERVING = Wording("The synchronizer", "it is started again from its journal", "a
 
 
 def serve_in_children(spec: "ServeSpec", local: int) -> int:
-    """As `carry_on` does it, with `local` workers of this machine. Returns in the parent and in each child."""
+    """Serves a run, with `local` workers of this machine, in a child process that is started again if it dies. Returns in the
+    parent and in each child, with an exit code."""
     from heloco.records.run_files import TAPE
 
     import_ahead(SERVING_MODULES)
@@ -52,7 +53,7 @@ def serve_in_children(spec: "ServeSpec", local: int) -> int:
 
 
 def for_restart(spec: "ServeSpec") -> "ServeSpec":
-    """At the port that machines know."""
+    """The same run for a restart: at the port that machines know."""
     from heloco.cluster.server.process import ListenConfig
 
     served = ListenConfig.load(Path(spec.folder))

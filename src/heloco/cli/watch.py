@@ -89,10 +89,10 @@ def in_the_terminal(runs: Sequence["Run"], reason_to_give_up: Callable[[], str] 
                 for stage in run.stages[printed[i] :]:
                     progress.print_line(stage)
                 printed[i] = len(run.stages)
-        going = not all(run.is_whole for run in runs)
-        if going and (why := reason_to_give_up()):
+        is_going = not all(run.is_whole for run in runs)
+        if is_going and (why := reason_to_give_up()):
             raise RunStopped(why)
-        return going
+        return is_going
 
     if console.is_terminal:
         with Live(Group(*(p.panel() for p in displays)), console=console, refresh_per_second=4) as live:

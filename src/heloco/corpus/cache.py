@@ -190,12 +190,12 @@ def _locked(path: Path) -> BinaryIO:
 def _discard(folder: Path) -> None:
     """Moves a damaged entry out of the way, and only then deletes it, so nobody sees it half deleted."""
     with contextlib.suppress(FileNotFoundError):
-        away = folder.with_name(f"{_UNFINISHED}{os.getpid()}-{time.monotonic_ns()}")
-        folder.rename(away)
-        if away.is_dir():
-            shutil.rmtree(away, ignore_errors=True)
+        removed_path = folder.with_name(f"{_UNFINISHED}{os.getpid()}-{time.monotonic_ns()}")
+        folder.rename(removed_path)
+        if removed_path.is_dir():
+            shutil.rmtree(removed_path, ignore_errors=True)
         else:
-            away.unlink()
+            removed_path.unlink()
 
 
 def _sync_and_close(file: BinaryIO) -> None:

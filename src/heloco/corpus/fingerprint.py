@@ -20,9 +20,9 @@ def fingerprint(path: Path, cache: Path) -> str:
         file_state = [place, state.st_size, state.st_mtime_ns, state.st_ino]
         note = cache / "fingerprints" / f"{hashlib.sha256(place.encode()).hexdigest()[:24]}.json"
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            remembered = json.loads(note.read_bytes())
-            if remembered["file"] == file_state:
-                return str(remembered["sha256"])
+            note_fields = json.loads(note.read_bytes())
+            if note_fields["file"] == file_state:
+                return str(note_fields["sha256"])
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

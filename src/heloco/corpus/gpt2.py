@@ -46,13 +46,13 @@ def has_tiktoken() -> bool:
     return importlib.util.find_spec("tiktoken") is not None
 
 
-def _download(cache: Path, looked: str) -> Path:
-    tiktoken = library("tiktoken", f"GPT-2's vocabulary, which is in none of {looked},")
+def _download(cache: Path, places_searched: str) -> Path:
+    tiktoken = library("tiktoken", f"GPT-2's vocabulary, which is in none of {places_searched},")
     try:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the HTTP library below raises
         raise UserError(
-            f"GPT-2's vocabulary is in none of {looked} and cannot be downloaded ({type(error).__name__}): "
+            f"GPT-2's vocabulary is in none of {places_searched} and cannot be downloaded ({type(error).__name__}): "
             f"get its tokenizer.json on a machine with a network and pass --tokenizer path/to/tokenizer.json."
         ) from error
     tokens = sorted(encoding.token_byte_values(), key=encoding.encode_single_token)
@@ -117,7 +117,7 @@ def byte_of_character() -> dict[str, int]:
 
 
 def digest(ranks: dict[bytes, int]) -> str:
-    """Of the tokens in the order of their ids."""
+    """The SHA-256 of the tokens in the order of their ids."""
     content = hashlib.sha256(PATTERN.encode())
     for token in sorted(ranks, key=ranks.__getitem__):
         content.update(len(token).to_bytes(4, "little") + token)

@@ -60,9 +60,9 @@ class SourceFiles:
 def find_sources(folder: Path, languages: Sequence[str] | None = None) -> list[SourceFiles]:
     """The sources in `folder` sorted by name, or those in `languages` in that order."""
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
+        problem = "is a file" if folder.exists() else "does not exist"
         raise UserError(
-            f"The data folder {folder} {what}: --data takes 'builtin', a folder with one text file per source, or hf:DATASET."
+            f"The data folder {folder} {problem}: --data takes 'builtin', a folder with one text file per source, or hf:DATASET."
         )
     files: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.iterdir()):

@@ -58,8 +58,8 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        marked = b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids)
-        return marked.decode(errors="replace")
+        text_bytes = b"".join(bytes([i]) if i < 256 else END_OF_TEXT.encode() for i in ids)
+        return text_bytes.decode(errors="replace")
 
 
 class RankTokenizer:

@@ -97,7 +97,7 @@ class Parts:
 
 
 def build_parts(task: Task, config: RunConfig, model: nn.Module | None = None) -> Parts:
-    """`model`: one with the task's initial parameters, where the caller has it already."""
+    """The objects of a run. `model` is one with the task's initial parameters, if the caller has it already."""
     device = pick_device(config.run.device)
     model = task.build_model().to(device) if model is None else model
     return Parts(task, config, model, build_synchronizer(config, model, [shard.windows for shard in task.shards]), device)
@@ -114,7 +114,7 @@ def build_links(config: RunConfig, model: nn.Module) -> SimulatedLinks:
 
 
 def build_synchronizer(config: RunConfig, model: nn.Module, windows: Sequence[int]) -> Synchronizer:
-    """Over the model's own parameters. `windows`: of each shard."""
+    """A synchronizer that moves the model's own parameters. `windows` is the size of each shard."""
     rounds, outer = config.rounds, config.outer
     method = get_method(outer.method)
     return Synchronizer(
@@ -145,13 +145,13 @@ def load_model(task: Task, tensors: Mapping[str, Tensor], device: torch.device) 
 
 
 def model_digest(task: Task) -> str:
-    """Of what describes the model outside of the run's config; empty if nothing does."""
+    """The digest of what describes the model outside of the run's config; empty if nothing does."""
     digest: str = getattr(task, "model_digest", "")
     return digest
 
 
 def plugins_of(config: RunConfig) -> dict[str, str]:
-    """For run.json: what the config names that comes from another installed package, and that package with its version."""
+    """What the config names that comes from another installed package, and that package with its version. run.json keeps it."""
     origins = {f"{registry.kind} {name}": registry.origin(name) for registry, name in named_in(config)}
     return {item: package for item, package in origins.items() if package}
 

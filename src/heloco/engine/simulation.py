@@ -44,7 +44,7 @@ class ClockState(Struct, frozen=True, kw_only=True):
     ended_ns: list[int]
     """With overlap: when each worker ends the inner steps of its round."""
     merge_steps: dict[int, list[int]]
-    """With overlap: of each round under way, by worker."""
+    """With overlap: after how many inner steps each block of a start is merged, for the round under way of each worker."""
 
 
 class Simulation:

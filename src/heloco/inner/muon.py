@@ -10,7 +10,7 @@ from heloco.inner import adamw
 from heloco.inner.address_table import AddressTable
 
 COEFFICIENTS = (3.4445, -4.775, 2.0315)
-"""Of the Newton-Schulz iteration; these and the two below are torch's defaults."""
+"""The coefficients of the Newton-Schulz iteration. These and the two constants below are torch's defaults."""
 ITERATIONS = 5
 EPS = 1e-7
 RMS_OF_ADAMW = 0.2
@@ -31,7 +31,7 @@ class Muon:
         ]
 
     def move(self, gradients: Sequence[Tensor], lr: Tensor, weight_decay: Tensor, active: Tensor) -> None:
-        """`lr`, `weight_decay`, `active`: a number for each slice."""
+        """One step of all slices. `lr`, `weight_decay` and `active` have a number for each slice."""
         for indices, group in self._groups:
             group.move([gradients[i] for i in indices], lr * active, weight_decay, active)
 

@@ -20,7 +20,8 @@ from heloco.task import Task, to_device
 
 
 class SequentialInner:
-    """`before_step` is called before each inner step; what it raises ends the round (a stop request, for one)."""
+    """Trains rounds one after the other, with any task's model. `before_step` is called before each inner step. What it raises
+    ends the round (a stop request, for one)."""
 
     def __init__(
         self,

@@ -23,7 +23,8 @@ def state_names(options: InnerOptions, model: nn.Module) -> list[tuple[str, ...]
 
 
 class StackedOptimizer:
-    """Over the blocks of a stack, which stay where they are. `states`: name -> tensor for each block, see `state_names`."""
+    """The inner optimizer of all slices of a stack. It moves the blocks where they are. `states` has a mapping from name to
+    tensor for each block, see `state_names`."""
 
     def __init__(self, options: InnerOptions, parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
         by_adamw = [ADAMW_STATE[0] in state for state in states]

@@ -52,8 +52,12 @@ class DelayKnobs(MomentumKnobs, total=False):
     """The constants of delayed Nesterov."""
 
     delay: Annotated[
-        int, Knob(5, "N: the momentum moves at every N-th arrival. Methods set it to the number of workers.", "[1, ∞)")
-    ]
+        int,
+        Knob(
+            5, "N: the momentum moves at every N-th arrival. Methods set it to the number of workers.", "[1, ∞)",
+            is_worker_count=True,
+        ),
+    ]  # fmt: skip
     c: Annotated[float, Knob(0.0, "The momentum's share of the step at the arrivals in between, at most 1/N.", "[0, 1]")]
 
 

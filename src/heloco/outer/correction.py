@@ -10,7 +10,7 @@
 The paper's text and its authors' public code differ in λ and in when the arrival weight ρ comes in; both are here by name:
 
     reorient="printed"   λ = min(k_d (1−c) conf, 1)                                      (Eq. lambda; jumps at c_ok)
-    reorient="ramp"      λ = min(k_d (c_ok−c)/(c_ok−c_bad) conf, 1), c_bad = −0.2        (falls to 0 at c_ok)
+    reorient="ramp"      λ = min(k_d (c_ok−c)/(c_ok−c_bad) conf, 1)                      (falls to 0 at c_ok)
     weigh="after"        G = ρ·correct(Δ, m)
     weigh="before"       G = correct(ρΔ, m)
 

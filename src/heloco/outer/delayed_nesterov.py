@@ -53,6 +53,7 @@ class DelayedNesterov(OuterOptimizer, knobs=DelayKnobs):
     """
 
     def __init__(self, params: Any, **knobs: Unpack[DelayKnobs]) -> None:
+        """`params`: the model's parameters, or groups of them. Each knob is a keyword."""
         super().__init__(params, knobs)
 
     def _check(self, group: dict[str, Any]) -> None:

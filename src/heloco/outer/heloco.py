@@ -65,6 +65,7 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
     """
 
     def __init__(self, params: Any, **knobs: Unpack[HeLoCoKnobs]) -> None:
+        """`params`: the model's parameters, or groups of them. Each knob is a keyword."""
         OuterOptimizer.__init__(self, params, knobs)
 
     def _check(self, group: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ class MLA(OuterOptimizer, knobs=LookaheadKnobs):
     has_fused_step = True
 
     def __init__(self, params: Any, **knobs: Unpack[LookaheadKnobs]) -> None:
+        """`params`: the model's parameters, or groups of them. Each knob is a keyword."""
         super().__init__(params, knobs)
 
     def _gain(self, group: dict[str, Any]) -> float:

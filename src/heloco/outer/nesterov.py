@@ -48,6 +48,7 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
     """
 
     def __init__(self, params: Any, *, fused: bool | None = None, **knobs: Unpack[MomentumKnobs]) -> None:
+        """`params`: the model's parameters, or groups of them. Each knob is a keyword."""
         super().__init__(params, knobs, fused=fused)
 
     def _apply(self, blocks: Blocks, block_kernels: BlockKernels) -> list[float]:
@@ -75,15 +76,15 @@ class Nesterov(OuterOptimizer, knobs=MomentumKnobs):
     def _sgd(self, blocks: Blocks, deltas: list[Tensor], group: dict[str, Any], contiguous: bool) -> None:
         if any(u.dtype is not p.dtype for u, p in zip(deltas, blocks.parameters, strict=True)):
             deltas = [u.to(p.dtype) for u, p in zip(deltas, blocks.parameters, strict=True)]
-        weighted = _times(deltas, blocks.a.tolist())
+        gradients = _times(deltas, blocks.a.tolist())
         fused = None if group["fused"] and not contiguous else group["fused"]
         # One call for all blocks rather than four for each: the same operations, but torch adds to what it takes for gradients.
         can_use_foreach = (
-            weighted is not deltas and contiguous and {*map(type, blocks.parameters), *map(type, blocks.momenta)}.issubset(PLAIN)
+            gradients is not deltas and contiguous and {*map(type, blocks.parameters), *map(type, blocks.momenta)}.issubset(PLAIN)
         )
         sgd(
             blocks.parameters,
-            weighted,
+            gradients,
             list(blocks.momenta),
             foreach=True if can_use_foreach and fused is None else None,
             fused=fused,

@@ -25,7 +25,7 @@ from .masters import master_of, round_masters
 
 SLICE = 1 << 20
 LARGEST_SQUARE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
-"""Of a block with a momentum in this precision: what is larger could overflow in the step."""
+"""The largest ‖Δ‖² of a block, by the precision of its momentum. A larger one could overflow in the step."""
 ScaleBlocks = Callable[[Numbers], Sequence[float]]
 """Δ·Δ of each block -> the factor to scale each with; empty: all stay as they are."""
 
@@ -39,7 +39,7 @@ class Blocks:
     """The blocks of one step, everything a rule needs to move them, column by column."""
 
     parameters: list[Tensor]
-    """As the rule moves them: masters where the model's own are in half precision."""
+    """What the rule moves: the model's parameters, or the masters of those in half precision."""
     momenta: list[Tensor]
     pseudo_gradients: Sequence[Block]
     states: list[dict[str, Any]]
@@ -227,7 +227,7 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def thetas(self) -> list[Tensor]:
-        """θ as the rule moves it: the parameters of all groups, or their masters. Look only."""
+        """θ as the rule moves it: the parameters of all groups, or their masters. Do not write to them."""
         return [theta.detach() for group in self.param_groups for theta in self._masters(group["params"])]
 
     @torch.no_grad()
@@ -287,8 +287,8 @@ class OuterOptimizer(Optimizer):
 
     @torch.no_grad()
     def lookahead_of(self, number: int) -> Iterator[Tensor]:
-        """The same for one parameter, counted over all groups, in flat slices that share their memory: each is to be used before
-        the next is asked for. Without look-ahead it is the parameter itself: look only."""
+        """What a worker starts from (see `lookahead`) for one parameter, counted over all groups. The flat slices share their
+        memory: use each before you ask for the next. Without look-ahead it is the parameter itself: do not write to it."""
         group, p = [(group, p) for group in self.param_groups for p in group["params"]][number]
         lookahead_factor = group["lr"] * group["momentum"] if group.get("lookahead") else 0.0
         momentum = self.state[p].get("momentum_buffer") if lookahead_factor else None

@@ -60,7 +60,8 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class NormGuard:
-    """`limit` infinite: there is no guard. clip: an outlier is scaled down to the usual norm; refuse: it is refused."""
+    """Judges contributions by their norms. With the policy `clip` an outlier is scaled down to the usual norm, and with `refuse`
+    it is refused. An infinite `limit` means that there is no guard."""
 
     limit: float = math.inf
     policy: Literal["clip", "refuse"] = "clip"
@@ -97,24 +98,25 @@ class NormGuard:
         if usual is None:
             bounds = [self.limit * (model_norm() or math.sqrt(sum(history.sizes))), *[math.inf] * len(norms)]
             shrink = min(1.0, bounds[0] / _root_of_sum_of_squares(norms))
-            capped, reference = [norm * shrink for norm in norms], "the model's own norm"
+            capped_norms, reference = [norm * shrink for norm in norms], "the model's own norm"
         else:
             bounds = [bound * math.sqrt(inner_steps) for bound in self._bounds(history, worker, usual)]
-            capped, reference = list(map(min, norms, bounds[1:])), "the usual one"
-        total = min(_root_of_sum_of_squares(capped), bounds[0])
-        history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (total, *capped)])
+            capped_norms, reference = list(map(min, norms, bounds[1:])), "the usual one"
+        total = min(_root_of_sum_of_squares(capped_norms), bounds[0])
+        history.remember(worker, [norm / math.sqrt(inner_steps) for norm in (total, *capped_norms)])
         scales = self._scales(norms, bounds)
         return Judgement() if min(scales) == 1 else Judgement(scales, self._sentence(norms, bounds, scales, reference))
 
     def judge_buffers(
         self, history: "NormHistory", worker: int, distances: Sequence[float], *, participants: int, at_first: Sequence[float]
     ) -> Judgement:
-        """`distances`: how far the worker's buffers are from ours. `at_first`: what is usual as long as nothing is known."""
+        """The judgement of a contribution's buffers. `distances` says how far each of them is from ours, and `at_first` what is
+        usual as long as nothing is known."""
         if not any(distances):
             return Judgement()
         usual = (history.usual(participants) or [0.0] * (1 + len(distances)))[1:]
-        least = [distance or first for distance, first in zip(usual, at_first, strict=True)]
-        bounds = [self.limit * x for x in least]
+        least_distances = [distance or first for distance, first in zip(usual, at_first, strict=True)]
+        bounds = [self.limit * x for x in least_distances]
         history.remember(worker, [1.0, *map(min, distances, bounds)])
         scales = [1.0 if d <= bound else bound / self.limit / d for d, bound in zip(distances, bounds, strict=True)]
         if min(scales) == 1:
@@ -142,14 +144,14 @@ class NormGuard:
     def _bounds(self, history: "NormHistory", worker: int, usual: list[float]) -> list[float]:
         """Of the whole contribution, then of each block."""
         elements = max(1, sum(history.sizes))
-        even = [usual[0], *(usual[0] * math.sqrt(size / elements) for size in history.sizes)]
-        least = [max(pair) for pair in zip(usual, even, strict=True)]
+        even_norms = [usual[0], *(usual[0] * math.sqrt(size / elements) for size in history.sizes)]
+        least_norms = [max(pair) for pair in zip(usual, even_norms, strict=True)]
         worker_usual = history.medians_of(worker)
-        return [self.limit * max(x, min(y, self.limit * x)) for x, y in zip(least, worker_usual, strict=True)]
+        return [self.limit * max(x, min(y, self.limit * x)) for x, y in zip(least_norms, worker_usual, strict=True)]
 
 
 def make_guard(limit: "float | Literal['off']", policy: Literal["clip", "refuse"]) -> NormGuard:
-    """From a run's settings norm_limit and norm_policy."""
+    """The guard of a run with these settings norm_limit and norm_policy. Raises UserError if the limit is infinite: say off."""
     if limit == math.inf:
         raise UserError("norm_limit is inf: give a finite number above 1, or off.")
     return NormGuard(math.inf if limit == "off" else limit, policy)
@@ -184,11 +186,11 @@ class NormHistory:
         self._medians[worker] = [_median_of_positive(column, statistics.median) for column in zip(*rows, strict=True)]
 
     def rows(self) -> list[list[list[float]]]:
-        """Everything, by worker, the oldest first: for a checkpoint."""
+        """All norms that are remembered, by worker and the oldest first, for a checkpoint."""
         return [list(rows) for rows in self._rows]
 
     def load(self, rows: Sequence[Sequence[Sequence[float]]]) -> None:
-        """Into a history that is new."""
+        """Takes over the `rows` of another history. This one must be new."""
         for worker, worker_rows in enumerate(rows):
             for norms in worker_rows:
                 self.remember(worker, list(norms))

@@ -126,7 +126,7 @@ class RunSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Settings of runs on real machines. They settings may be changed when a run is taken up again."""
+    """Settings of runs on real machines. They may be changed when a run is taken up again."""
 
     min_workers: int = 1
     """How many machines must take part; the run pauses if there are fewer."""
@@ -310,9 +310,7 @@ def _resolve_outer(whole: RunConfig, workers: int) -> OuterConfig:
     make_guard(config.norm_limit, config.norm_policy)
     weight_options(whole)
     method.check(chosen_knobs)
-    knobs = {**method.knobs(), **chosen_knobs}
-    if "delay" in knobs and "delay" not in chosen_knobs:
-        knobs["delay"] = workers
+    knobs = {**method.knobs_for(workers), **chosen_knobs}
     weight_settings = {name: value for name, value in config.knobs.items() if name.startswith("weight_")}
     rule_settings = {knob_setting(name): value for name, value in knobs.items()}
     return replace(config, weight=weight_name(whole), knobs={**rule_settings, **weight_settings})

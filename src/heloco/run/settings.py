@@ -115,7 +115,7 @@ def read_toml(path: Path, overridden: Collection[str] = (), *, for_task: bool = 
 
 
 def parse_toml(text: str, path: str, overridden: Collection[str] = (), *, for_task: bool = False) -> Settings:
-    """As `read_toml`, of TOML text; `path` is what it is called where it is wrong."""
+    """The settings in TOML text, as `read_toml` gives them for a file. `path` is the name of the text in error messages."""
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

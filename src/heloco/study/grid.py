@@ -15,7 +15,8 @@ from heloco.run.values import convert
 from heloco.study.spec import GridPart, Study
 
 FORMAT = 1
-"""Of a kept run. Part of its digest: raise it when the same config would give another run, or a run another record."""
+"""The version of the format of a kept run. It is part of the run's digest: raise it when the same config would
+give another run, or a run another record."""
 EQUAL_STEPS = "equal_steps"
 """A setting of studies alone, see `_with_equal_steps`."""
 APART = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
@@ -30,9 +31,9 @@ class Place:
     method: str
     seed: int
     config: RunConfig
-    """As it is run."""
+    """The config that the run is made with."""
     paces: tuple[float, ...]
-    """As the row has them."""
+    """The paces of the row. The run may have others, see `stretch`."""
     sources: int
     """How many sources the row is made for: one per pace that it names."""
     stretch: float = 1.0

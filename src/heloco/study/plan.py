@@ -18,7 +18,7 @@ from heloco.study.spec import Study
 from heloco.task import Task
 
 BuildTask = Callable[[RunConfig], tuple[Task, RunConfig]]
-"""As `engine.build.build_task`: the task, and the config with what only the data could tell."""
+"""A function like `engine.build.build_task`, which returns the task, and the config with what only the data could tell."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Plan:
     scale: str
     places: list[Place]
     digests: list[str]
-    """Of each place's run. Places with one digest share the run."""
+    """The digest of each place's run. Places with one digest share the run."""
     runs: dict[str, PlannedRun]
-    """By digest, the first seed's first."""
+    """The runs by their digests. Those of the first seed come first."""
 
     @property
     def data(self) -> str:

@@ -42,8 +42,8 @@ def attend_kernel(qkv, out, length, scale, HEADS: tl.constexpr, LENGTH: tl.const
     q = tl.load(at, mask=row_mask, other=0.0).to(tl.float32)
     k = tl.load(at + width, mask=row_mask, other=0.0).to(tl.float32)
     v = tl.load(at + 2 * width, mask=row_mask, other=0.0).to(tl.float32)
-    attended = _product(_probabilities(q, k, t, length, scale), v)
-    tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], attended, mask=row_mask)
+    outputs = _product(_probabilities(q, k, t, length, scale), v)
+    tl.store(out + (n * length + t)[:, None] * width + (h * DEPTH + d)[None, :], outputs, mask=row_mask)
 
 
 @triton.jit

@@ -15,9 +15,20 @@ from heloco.task.base import Positions, Scores, ShardInfo, to_device
 
 
 class DatasetTask:
-    """`shards` maps a name to anything with `len()` and `[i]`; `loss(model, batch)` gets batches made by `collate`.
+    """A task from a model, a loss and datasets of your own, for `heloco.simulate` and `heloco.register_task`.
 
-    `validation` maps a name to a dataset to report on, or `evaluate(model)` returns {name: {"loss": …}} itself.
+    `shards` maps the name of each shard to its data: anything with `len()` and `[i]`. `loss(model, batch)` returns a scalar
+    tensor; its batches are made by `collate` from a list of samples. `validation` maps names to datasets, and each is reported
+    under its name. If the mean loss is not what you want to see, give `evaluate(model)`, which returns {name: {"loss": …}}.
+
+    `seed` decides the order of the samples. `digest` identifies the data: machines that join and runs that are resumed are
+    refused if theirs is another. Without it, only names and sizes of the shards are compared.
+
+        model = torch.nn.Linear(3, 1)
+        data = [(x, x.sum(0, keepdim=True)) for x in torch.randn(64, 3)]
+        loss = lambda model, batch: (model(batch[0]) - batch[1]).square().mean()
+        task = heloco.DatasetTask(model, loss, {"left": data[:32], "right": data[32:]}, validation={"all": data[::4]})
+        result = heloco.simulate(task, paces=[1, 3], arrivals=10)
     """
 
     unit = "samples"

@@ -71,8 +71,8 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         x = x + self.out(attend(qkv))
-        fed: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
-        return x + fed
+        output: Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + output
 
 
 class TinyGPT(nn.Module):
@@ -102,8 +102,8 @@ class TinyGPT(nn.Module):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        normed: Tensor = self.norm(x)
-        return normed
+        hidden_states: Tensor = self.norm(x)
+        return hidden_states
 
 
 def build(config: GPTConfig, seed: int) -> TinyGPT:

@@ -35,13 +35,13 @@ class HFModel:
     """What is known of a model before it is built."""
 
     source: str
-    """As a run's config names it: an absolute folder, or NAME@COMMIT on the hub."""
+    """The name of the model in a run's config: an absolute folder, or NAME@COMMIT on the hub."""
     folder: Path
     context: int
     """How many positions it has."""
     vocab_size: int
     digest: str
-    """Of its config.json: another one may be another model, or other dropout."""
+    """The digest of the model's config.json: with another one it may be another model, or have other dropout."""
 
     @property
     def has_weights(self) -> bool:
@@ -99,7 +99,7 @@ class HFModel:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Of what a model returned: the logits themselves, or transformers' output that holds them."""
+    """The logits in what a model returned: transformers' output that holds them, or the logits themselves."""
     logits: Tensor = getattr(output, "logits", output)
     return logits
 

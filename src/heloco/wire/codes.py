@@ -22,7 +22,7 @@ from torch import Tensor
 
 Kind = Literal["int8", "int4", "e3m0"]
 KINDS: tuple[Kind, ...] = ("int8", "int4", "e3m0")
-"""In the order of codes.c."""
+"""The kinds of codes, in the order of codes.c."""
 GROUP = 128
 TINY = 2.0**-100
 LIMITS = {"int8": 127.0, "int4": 7.0}
@@ -105,13 +105,13 @@ def _row_chunks(rows: int, length: int) -> Iterator[tuple[int, int]]:
 def _encode_rows(x: Tensor, kind: Kind, place: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
     """`place`: seed and the place of the first number in its block."""
     rows, length = x.shape
-    padded = torch.nn.functional.pad(x, (0, groups_of(length) * GROUP - length)).view(rows, -1, GROUP)
-    largest = padded.abs().amax(-1)
+    groups = torch.nn.functional.pad(x, (0, groups_of(length) * GROUP - length)).view(rows, -1, GROUP)
+    largest = groups.abs().amax(-1)
     scales = largest if kind == "e3m0" else largest / LIMITS[kind]
     scales = torch.where(largest < TINY, 1.0, scales)
-    is_finite = padded.isfinite().all(-1)
+    is_finite = groups.isfinite().all(-1)
     scales = torch.where(is_finite, scales, torch.nan)
-    quotients = torch.where(is_finite[..., None] & (padded.abs() >= TINY), padded / scales[..., None], 0.0)
+    quotients = torch.where(is_finite[..., None] & (groups.abs() >= TINY), groups / scales[..., None], 0.0)
     quotients = quotients.view(rows, -1)[:, :length]
     random = None if place is None else _noise(place[0], place[1], quotients)
     codes = _power_codes(quotients, random) if kind == "e3m0" else _integer_codes(quotients, LIMITS[kind], random)

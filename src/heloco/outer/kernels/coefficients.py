@@ -23,11 +23,11 @@ def coefficients(
     step: Coefficients = (0.0, 0.0, 0.0), *, weight: float = 1.0, is_weighed_before: bool = False,
     correction: Coefficients = UNCORRECTED,
 ) -> Coefficients:  # fmt: skip
-    """`step` is (lr, mu, gain), and `correction` all from c_ok on."""
+    """One number for each of NAMES. `step` is (lr, mu, gain), and `correction` has the numbers from c_ok on."""
     before, after = (weight, 1.0) if is_weighed_before else (1.0, weight)
     return (*step, weight, before, after, *correction)
 
 
 def place(name: str) -> int:
-    """Where a coefficient stands."""
+    """The index of a coefficient in the table."""
     return NAMES.index(name)

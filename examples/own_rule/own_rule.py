@@ -1,6 +1,7 @@
-"""An outer rule of one's own, next to a built-in one. docs/extend.md says how to use it with `heloco train` and real machines.
+"""An outer rule of one's own. As a script it is compared with a built-in one; installed, every command knows it as `sign`.
 
-python examples/own_rule.py
+python own_rule.py
+pip install . && heloco train --method sign
 """
 
 from torch import Tensor
@@ -16,8 +17,7 @@ def sign_step(
     return theta - lr * m.sign(), m
 
 
-heloco.register_method("sign", sign_step)
-
 if __name__ == "__main__":
+    heloco.register_method("sign", sign_step)
     for method in ("sign", "heloco-ramp"):
         print(method, heloco.simulate(method=method, paces=[1, 1, 2, 3, 6], arrivals=40).loss)
