@@ -259,8 +259,8 @@ class RaySupervisor:
                 self._start_worker()
         except (UserError, RunStopped) as error:
             self._finish("failed", str(error))
-        except self._ray.exceptions.RayError:
-            pass  # it died again: the next look handles it
+        except self._ray.exceptions.RayError as error:  # it died again: the next look handles it
+            log.info("the synchronizer died while it was started: %s", error)
 
     def _new_ray(self) -> None:
         """Starts Ray again, at the same addresses."""

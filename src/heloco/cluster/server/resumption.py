@@ -5,6 +5,7 @@ the evaluations and the start files of rounds are derived from them. If one of t
 run resumes from an older checkpoint, from which the journal gives it again. If there is no such
 checkpoint, the run continues without it."""
 
+import contextlib
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -120,12 +121,10 @@ class Resumption:
     def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
         versions = {terms.worker: terms.version for terms in state.books.held}
-        try:
+        with contextlib.suppress(JournalDamaged):  # whoever opens the journal says what is wrong with it
             for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):
                     versions.pop(event.worker, None)
-        except JournalDamaged:
-            pass  # opening the journal says what is wrong with it
         return set(versions.values())
 
     def _missing_contribution(self, since: Mark) -> str:
