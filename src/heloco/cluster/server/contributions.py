@@ -56,19 +56,17 @@ class Contributions:
     def commit(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport) -> Acknowledgement:
         """Checks a complete contribution, writes it to the journal and applies it. A repeated commit gets the same answer."""
         state = self.state
-        with state.lock:
-            if ack := self._ack(ticket, key):
-                return ack
-            machine, upload = self.rounds.holder_of(ticket, key), state.uploads.get(key)
-            machine.commits_under_way += 1  # it is not lost while it waits for our answer
-        try:
+        with contextlib.ExitStack() as until_the_answer:
+            with state.lock:
+                if ack := self._ack(ticket, key):
+                    return ack
+                machine, upload = self.rounds.holder_of(ticket, key), state.uploads.get(key)
+                until_the_answer.callback(state.note_transfer, machine.id)
+                until_the_answer.enter_context(state.roster.committing(machine))
             if upload is None or not upload.is_complete:
                 size = upload.size if upload else 0
                 raise Refused(RefusalCode.INCOMPLETE, f"{size} bytes have arrived: send the rest.", size=size)
             return self._take_in(ticket, key, digest, report, upload)
-        finally:
-            machine.commits_under_way -= 1
-            state.note_transfer(machine.id)
 
     def _take_in(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport, upload: Upload) -> Acknowledgement:
         with upload.sealed():
@@ -121,7 +119,7 @@ class Contributions:
         """Writes the start of the next round, which will be fetched in a moment, unless another commit is under way. If
         the disk is full, the machine that fetches it gets the refusal."""
         assert self.state.starts is not None
-        if sum(machine.commits_under_way for machine in self.state.roster) == 1:
+        if self.state.roster.commits_under_way == 1:
             with contextlib.suppress(Refused):
                 run.write_start(self.state.starts)
 

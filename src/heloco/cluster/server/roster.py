@@ -5,8 +5,10 @@ them. Any free machine does the rounds of empty seats, so that the shard of a lo
 trained. The caller passes times in; nothing here reads a clock."""
 
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from heloco.cluster.protocol.messages import RoundKey
@@ -68,12 +70,34 @@ class Roster:
         self.patience = patience
         self.present: dict[str, Machine] = {}
         """Machine id -> machine, in the order in which they wait for a seat."""
+        self._counting = threading.Lock()
 
     def __iter__(self) -> Iterator[Machine]:
         return iter(list(self.present.values()))
 
     def __len__(self) -> int:
         return len(self.present)
+
+    # ---- commits
+
+    @contextmanager
+    def committing(self, machine: Machine) -> Iterator[None]:
+        """Inside this context the machine waits for the answer to a commit, so it is not lost. It may wait for several: it sends
+        a commit again if the connection of the first one is cut."""
+        self._count_commits(machine, 1)
+        try:
+            yield
+        finally:
+            self._count_commits(machine, -1)
+
+    def _count_commits(self, machine: Machine, change: int) -> None:
+        with self._counting:  # not the service's lock, which another commit holds during its outer step
+            machine.commits_under_way += change
+
+    @property
+    def commits_under_way(self) -> int:
+        """Number of commits that are being processed, of all machines."""
+        return sum(machine.commits_under_way for machine in self)
 
     # ---- coming and going
 
