@@ -29,6 +29,8 @@ class Registry(Mapping[str, T], Generic[T]):
         self.kind, self.group = kind, group
         self._prepare, self._built_in, self._reserved = prepare, dict(built_in), reserved
         self.registered: dict[str, T] = {}
+        self._modules: dict[str, str] = {}
+        """The module of each registered item, where Python knows it."""
         self._offers: dict[str, list[EntryPoint]] | None = None
         self._loaded: dict[str, T] = {}
 
@@ -39,6 +41,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._built_in or name in self._reserved:
             raise UserError(f"The {self.kind} {name!r} is built in: choose another name.")
         self.registered[name] = self._prepare(name, item)
+        self._modules[name] = getattr(item, "__module__", "")
 
     def find(self, name: str) -> T:
         """The item of this name, or a sentence that says why there is none."""
@@ -63,10 +66,12 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._loaded[name]
 
     def origin(self, name: str) -> str:
-        """The package (with its version) that offers this item, also if its module registered it in this process; empty if it is
-        built in, or no package offers it."""
+        """The package (with its version) that offers this item, also if the package itself registered it in this process. Empty
+        if the item is built in, or was registered by somebody else, or no package offers it."""
         is_ours = name in self._built_in or name in self._reserved
         offers = [] if is_ours else self._entry_points().get(name, [])
+        if name in self.registered:
+            offers = [offer for offer in offers if _top(offer.module) == _top(self._modules[name])]
         return _package(offers[0]) if offers else ""
 
     def problems(self) -> list[str]:
@@ -113,3 +118,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
 def _package(offer: EntryPoint) -> str:
     return f"{offer.dist.name} {offer.dist.version}" if offer.dist is not None else f"the module {offer.module}"
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]

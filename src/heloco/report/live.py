@@ -81,6 +81,7 @@ class Feed:
                     log.warning("The page could not be brought up to date, and is tried again.", exc_info=error)
                 last_error = repr(error)
                 continue
+            last_error = ""
             if data is not None:
                 self._take(*data)
                 await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE_OF_TIME - 1))

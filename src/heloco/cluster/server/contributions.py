@@ -22,7 +22,6 @@ from heloco.outer.kernels.windows import parts
 from heloco.records.run_files import TAPE
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
-from heloco.wire.layout import map_tensors
 
 
 class Contributions:
@@ -61,8 +60,9 @@ class Contributions:
                 if ack := self._ack(ticket, key):
                     return ack
                 machine, upload = self.rounds.holder_of(ticket, key), state.uploads.get(key)
-                until_the_answer.callback(state.note_transfer, machine.id)
                 until_the_answer.enter_context(state.roster.committing(machine))
+                # Runs before the count falls, so the machine never looks silent in between.
+                until_the_answer.callback(state.note_transfer, machine.id)
             if upload is None or not upload.is_complete:
                 size = upload.size if upload else 0
                 raise Refused(RefusalCode.INCOMPLETE, f"{size} bytes have arrived: send the rest.", size=size)
@@ -71,12 +71,7 @@ class Contributions:
     def _take_in(self, ticket: Ticket, key: RoundKey, digest: str, report: ContributionReport, upload: Upload) -> Acknowledgement:
         with upload.sealed():
             if upload.digest() == digest:
-                try:
-                    tensors = map_tensors(upload.fileno(), upload.layout)
-                except OSError as error:
-                    raise refuse_for_disk(error, upload.path) from error
-                except ValueError:  # the file is closed if the machine was evicted in the meantime
-                    raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime: take a fresh one.") from None
+                tensors = upload.tensors()
                 if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), release_for(upload.size))):
                     self._refuse(ticket, key)
                 del tensors

@@ -1,5 +1,6 @@
 """Receiving the model of an external run from the first machine that brings one."""
 
+import contextlib
 import shutil
 from collections.abc import Callable
 
@@ -15,7 +16,7 @@ from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
 from heloco.wire import blocks
-from heloco.wire.layout import Layout, map_tensors
+from heloco.wire.layout import Layout
 
 MODEL_FILE = "model.partial"
 FREE_SPACE_SHARE = 0.5
@@ -85,41 +86,44 @@ class ModelIntake:
 
     def commit(self, ticket: Ticket, commit: ModelCommit) -> None:
         """Starts the run from the model that this machine has sent. The lock is free while the model is checked and written."""
-        if (upload := self._sent_by(ticket)) is None:
-            return
-        with upload.sealed():
+        with contextlib.ExitStack() as until_it_is_served:
+            with self.state.lock:
+                if (upload := self._sent_by(ticket)) is None:
+                    return
+                until_it_is_served.enter_context(upload.sealed())
             is_intact = upload.digest() == commit.digest
             run_and_starts = self._make_run(upload, commit) if is_intact else None
-        if run_and_starts is None:
-            upload.restart()
-            if is_intact:
-                raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
-            raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
-        run, starts = run_and_starts
+            if run_and_starts is not None:
+                self._serve_or_close(*run_and_starts)
+                return
+        upload.restart()
+        if is_intact:
+            raise Refused(RefusalCode.NOT_FINITE, "The model holds NaN or Inf.")
+        raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
+
+    def _sent_by(self, ticket: Ticket) -> Upload | None:
+        """The whole model that this machine has sent; None if the run has its model. The caller holds the lock."""
+        machine = self.state.machine(ticket).id
+        if self.state.run is not None:
+            return None
+        self.state.check_open()
+        upload = self._upload if self._sender == machine else None
+        if upload is None or not upload.is_complete:
+            raise Refused(RefusalCode.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0)
+        return upload
+
+    def _serve_or_close(self, run: JournaledRun, starts: SnapshotStore) -> None:
+        """Serves the new run. If the run was stopped in the meantime, it is closed, and can be served again with its model."""
         with self.state.changed:
             self.drop()
-            if self.state.ended is not None:  # it was stopped in the meantime, and can be served again with its model
+            if self.state.ended is not None:
                 run.close()
                 self.state.check_open()
             self._serve(run, starts)
 
-    def _sent_by(self, ticket: Ticket) -> Upload | None:
-        """The whole model that this machine has sent; None if the run has its model."""
-        with self.state.lock:
-            machine = self.state.machine(ticket).id
-            if self.state.run is not None:
-                return None
-            self.state.check_open()
-            upload = self._upload if self._sender == machine else None
-            if upload is None or not upload.is_complete:
-                raise Refused(
-                    RefusalCode.INCOMPLETE, "The model is incomplete: send the rest.", size=upload.size if upload else 0
-                )
-            return upload
-
     def _make_run(self, upload: Upload, commit: ModelCommit) -> tuple[JournaledRun, SnapshotStore] | None:
         """The run, in its folder, with the model in its first checkpoint; None if the model holds NaN or Inf."""
-        tensors = map_tensors(upload.fileno(), upload.layout)
+        tensors = upload.tensors()
         parameters = blocks.blocks_of(blocks.PARAMETER, tensors)  # a buffer may be a mask of −∞
         if not all_finite(parts(parameters, release_for(upload.size))):
             return None

@@ -14,7 +14,7 @@ from heloco.cluster.protocol.messages import RoundKey
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.disk import FULL, SCARCE, file_digest, write_all
 from heloco.errors import UserError
-from heloco.wire.layout import Layout, write
+from heloco.wire.layout import Layout, map_tensors, write
 
 INCOMING, ROUNDS = "incoming", "rounds"
 FINAL = "final.safetensors"
@@ -49,8 +49,7 @@ class Upload:
     def begin(self, offset: int) -> int:
         """A connection takes over the transfer, and an earlier one may no longer write. Returns the turn to write with."""
         with self._lock:
-            if self._file.closed:
-                raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime, or handed in: take a fresh one.")
+            self._check_open()
             if offset != self.size:
                 raise Refused(RefusalCode.OFFSET, f"{self.size} bytes have arrived: continue from there.", size=self.size)
             self.turn += 1
@@ -97,12 +96,22 @@ class Upload:
         return self._digest.hexdigest()
 
     def fileno(self) -> int:
-        """The descriptor of the open file, for mapping it or making it durable."""
+        """The descriptor of the open file, for making it durable."""
         return self._file.fileno()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of a complete upload, mapped from its file. It must be sealed while they are used."""
+        with self._lock:
+            self._check_open()
+            try:
+                return map_tensors(self._file.fileno(), self.layout)
+            except OSError as error:
+                raise refuse_for_disk(error, self.path) from error
 
     def restart(self) -> None:
         """Removes what has arrived, so that the sender can begin again from zero. Raises Refused if the file is sealed."""
         with self._lock:
+            self._check_open()
             self._check_not_sealed()
             self._restart()
 
@@ -110,6 +119,10 @@ class Upload:
         self._file.truncate(0)
         self._file.seek(0)
         self.size, self._digest = 0, xxhash.xxh3_128()
+
+    def _check_open(self) -> None:
+        if self._file.closed:
+            raise Refused(RefusalCode.NOT_HELD, "The round was given up in the meantime, or handed in: take a fresh one.")
 
     def _check_not_sealed(self) -> None:
         if self.is_sealed:
@@ -119,6 +132,7 @@ class Upload:
     def sealed(self) -> Iterator[None]:
         """Nobody may change the file inside this context, because it is mapped into memory."""
         with self._lock:
+            self._check_open()
             self._check_not_sealed()
             self.is_sealed = True
         try:
