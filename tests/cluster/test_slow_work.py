@@ -49,12 +49,12 @@ def slow_thread_held(service: Service) -> Iterator[None]:
 
 
 @contextmanager
-def slow_fsync(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No checkpoint becomes durable inside this context. The event is set when one begins to."""
+def slow_fsync(monkeypatch: pytest.MonkeyPatch, name: str = "checkpoints") -> Iterator[threading.Event]:
+    """No file with `name` in its path becomes durable inside this context. The event is set when one begins to."""
     began, may_go_on, fsync = threading.Event(), threading.Event(), os.fsync
 
     def wait_first(file: int) -> None:
-        if "checkpoints" in str(Path(f"/proc/self/fd/{file}").readlink()):
+        if name in str(Path(f"/proc/self/fd/{file}").readlink()):
             began.set()
             assert may_go_on.wait(LIMIT_S)
         fsync(file)
@@ -128,6 +128,44 @@ def test_a_checkpoint_that_begins_just_before_a_commit_holds_up_nobody(tmp_path,
     assert [ack.verdict for ack in acks] == ["applied"]
     service.housekeeping.save_if_due(wait=True)
     assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == "arrival-00000000", "it is of the state before the commit"
+    service.close()
+
+
+@pytest.mark.parametrize("file", ["tape.jsonl", "evals.jsonl", "checkpoints"])
+def test_a_commit_does_not_wait_until_a_checkpoint_is_durable(tmp_path, clock, monkeypatch, file):
+    """1. A checkpoint copies the outer state. 2. It waits for the disk. 3. A contribution is committed."""
+    service = opened(tmp_path / "run", clock, checkpoint_every=1)
+    hand = Hand(service, "m")
+    hand.work(1)
+    with slow_fsync(monkeypatch, file) as began:
+        service.housekeeping.save_if_due()
+        assert began.wait(LIMIT_S)
+        committing, _ = in_thread(lambda: hand.work(2))
+        committing.join(LIMIT_S)
+        assert not committing.is_alive(), f"the commit waits until {file} is durable"
+    service.close()
+
+
+def test_a_commit_does_not_wait_until_the_journal_is_pruned(tmp_path, clock, monkeypatch):
+    """1. A checkpoint is written, and the journal is pruned. 2. Another checkpoint is due. 3. A contribution is committed."""
+    service = opened(tmp_path / "run", clock, checkpoint_every=1)
+    hand, began, may_go_on, load_state = Hand(service, "m"), threading.Event(), threading.Event(), checkpoint.load_state
+
+    def wait_first(*arguments: Any) -> Any:
+        began.set()
+        assert may_go_on.wait(LIMIT_S)
+        return load_state(*arguments)
+
+    monkeypatch.setattr(checkpoint, "load_state", wait_first)
+    hand.work(1)
+    service.housekeeping.save_if_due()
+    assert began.wait(LIMIT_S)
+    hand.work(2)
+    service.housekeeping.save_if_due()
+    committing, _ = in_thread(lambda: hand.work(3))
+    committing.join(LIMIT_S)
+    assert not committing.is_alive()
+    may_go_on.set()
     service.close()
 
 

@@ -69,7 +69,7 @@ def save(
     """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is.
 
     The tensors are written one by one: nothing is held twice. `copied` is called when they may change again, long before
-    they are durable. `keep_first`: the oldest stays too."""
+    they are durable; what must be durable before the checkpoint can be made so there. `keep_first`: the oldest stays too."""
     folder.mkdir(exist_ok=True)
     final = folder / f"arrival-{state.arrival:08d}"
     for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time

@@ -167,12 +167,18 @@ class RunFolder:
         keep_first: bool = False,
         copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """`copied` is called when the tensors may change again."""
+        """Writes a checkpoint, and makes the lines that it covers durable before it. `copied` is called when the tensors may
+        change again."""
         assert self.tape is not None and self.evals is not None
+        tape, evals = self.tape, self.evals
+
+        def on_copied() -> None:
+            copied()
+            tape.sync()
+            evals.sync()
+
         with disk_errors(self.path / CHECKPOINTS, self.remedy):
-            self.tape.sync()
-            self.evals.sync()
-            checkpoint.save(self.path / CHECKPOINTS, state, tensors, keep_first=keep_first, copied=copied)
+            checkpoint.save(self.path / CHECKPOINTS, state, tensors, keep_first=keep_first, copied=on_copied)
 
     def checkpoints(self) -> list[Path]:
         """Oldest first."""

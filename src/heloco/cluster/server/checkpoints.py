@@ -77,7 +77,8 @@ def save_if_due(run: JournaledRun) -> None:
 
 def begin_saving(run: JournaledRun) -> Future[int]:
     """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock. Without room or
-    descriptors it raises OSError, and nothing has changed. Returns the future of the checkpoint's arrival."""
+    descriptors it raises OSError, and nothing has changed. Returns the future of the checkpoint's arrival. When the checkpoint is
+    written, events that it covers may be pruned from the journal, and old checkpoints with them."""
     assert run.folder is not None and run.saving is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
@@ -93,15 +94,20 @@ def begin_saving(run: JournaledRun) -> Future[int]:
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
     make_journal_durable = run.journal.durable_later()
+    budget_bytes = run.config.cluster.journal_gb * 1e9
     leave = run.readers.enter()
+
+    def on_copied() -> None:
+        """The next outer step waits for the copy alone, so nothing that waits for the disk comes before it."""
+        leave()
+        make_journal_durable()
 
     def write() -> int:
         try:
-            make_journal_durable()
-            keep_first = replays_from_the_start(folder)  # here, because old ones may have been removed in this thread just now
-            folder.save_checkpoint(state, tensors, keep_first=keep_first, copied=leave)
+            folder.save_checkpoint(state, tensors, keep_first=replays_from_the_start(folder), copied=on_copied)
         finally:
             leave()
+        _prune(folder, run.journal, budget_bytes)  # before the next checkpoint is begun, so that its copy does not wait for this
         return state.arrival
 
     run.saving = run.slow_work.submit(write)
@@ -115,12 +121,10 @@ def wait_for_saving(run: JournaledRun) -> None:
 
 
 def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
-    """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with. Events that it
-    covers may then be pruned from the journal, and old checkpoints with them."""
+    """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with."""
     if run.saving is not None and (wait or run.saving.done()):
         saving, run.saving = run.saving, None
         run.saved_at = saving.result()
-        make_room(run, run.config.cluster.journal_gb * 1e9)
 
 
 def replays_from_the_start(folder: RunFolder) -> bool:
