@@ -21,7 +21,7 @@ from typing import BinaryIO
 import xxhash
 from safetensors import SafetensorError
 
-from heloco.errors import RunStopped, UserError
+from heloco.errors import DiskError, RunStopped
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
@@ -42,16 +42,16 @@ class NotDurable(RunStopped):
 
 @contextmanager
 def disk_errors(path: Path, remedy: str) -> Iterator[None]:
-    """Turns a full or unwritable disk into a UserError that names the path and the remedy."""
+    """Turns a full or unwritable disk into a DiskError that names the path and the remedy."""
     try:
         yield
     except OSError as error:
         if error.errno in FULL:
-            raise UserError(f"The disk is full while writing {path}: free some space, then {remedy}") from error
-        raise UserError(f"{path} cannot be written ({error.strerror}): choose or fix the place, then {remedy}") from error
+            raise DiskError(f"The disk is full while writing {path}: free some space, then {remedy}") from error
+        raise DiskError(f"{path} cannot be written ({error.strerror}): choose or fix the place, then {remedy}") from error
     except SafetensorError as error:  # carries the operating system's error as text
         if any(f"os error {number}" in str(error) for number in FULL):
-            raise UserError(f"The disk is full while writing {path}: free some space, then {remedy}") from error
+            raise DiskError(f"The disk is full while writing {path}: free some space, then {remedy}") from error
         raise
 
 

@@ -5,6 +5,10 @@ class UserError(ValueError):
     """An error that the user can fix. The message names the cause and the remedy. The command line prints it and exits with 2."""
 
 
+class DiskError(UserError):
+    """A file could not be written, because the disk is full or does not allow it."""
+
+
 class RunStopped(RuntimeError):
     """The run cannot continue, for example because every contribution is refused. Its results are
     kept. The command line exits with 2."""

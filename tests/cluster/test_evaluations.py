@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from heloco.cluster.protocol.messages import Assignment, EvaluationJob, EvaluationResult, Wait
+from heloco.cluster.client.run_client import RunClient
+from heloco.cluster.protocol.messages import Assignment, ContributionReport, EvaluationJob, EvaluationResult, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.scorers import ScorerHere, ScorerProcess
 from heloco.cluster.server.service import Service
@@ -19,6 +20,7 @@ from heloco.engine.build import build_task
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, write
+from support.local_link import LocalLink
 from support.scored_runs import TwoBlocks, contribute, delta, scores_of, served, task
 from support.small_cluster import Hand
 
@@ -151,19 +153,55 @@ def test_evaluations_that_take_too_long_are_left_out_and_the_last_one_never_is(t
     assert "evaluations take longer than the time between them" in caplog.text
 
 
-def test_an_evaluation_that_fails_does_not_end_the_run(tmp_path, caplog):
-    def fails_once(model: nn.Module, calls: list[int] = []) -> Any:  # noqa: B006
-        calls.append(1)
-        if len(calls) == 2:
-            raise ValueError("no such thing")
-        return scores_of(model)
+class FailsOnce:
+    """The second evaluation fails, or gives what a task may not give."""
 
-    service = served(tmp_path / "run", task(fails_once))
+    def __init__(self, scores: Any) -> None:
+        self.calls, self._scores = 0, scores
+
+    def __call__(self, model: nn.Module) -> Any:
+        self.calls += 1
+        if self.calls != 2:
+            return scores_of(model)
+        if isinstance(self._scores, Exception):
+            raise self._scores
+        return self._scores
+
+
+@pytest.mark.parametrize(
+    ("scores", "told"),
+    [
+        (ValueError("no such thing"), "The evaluation at arrival 2 failed: no such thing"),
+        ({"a": {"loss": 1.0}, "b": {}}, "The evaluation at arrival 2 was left out"),
+        ({"a": {"loss": "low"}}, "The evaluation at arrival 2 was left out"),
+        ({"a": 1.0}, "The evaluation at arrival 2 was left out"),
+    ],
+)
+def test_an_evaluation_that_fails_does_not_end_the_run(tmp_path, caplog, scores, told):
+    service = served(tmp_path / "run", task(FailsOnce(scores)))
     contribute(service, 4)
     service.state.run.finish_evaluations()
     service.close()
     assert [line["arrival"] for line in evaluations(tmp_path / "run")] == [0, 4]
-    assert "The evaluation at arrival 2 failed: no such thing" in caplog.text
+    assert told in caplog.text
+
+
+def test_a_machine_whose_scores_are_refused_goes_on_training(tmp_path):
+    """Its task gives other measures for one source than for another. The synchronizer makes the evaluation."""
+    service, lines = served(tmp_path / "run", task(), arrivals=4), list[str]()
+    client = RunClient(LocalLink(service), "gpu", evaluate=lambda _: {"a": {"loss": 1.0}, "b": {}}, tell=lines.append)
+    client.join()
+    for seed in range(4):
+        taken = client.take()
+        assert taken is not None
+        client.hand_in(taken.key, delta(seed), ContributionReport(loss=1.0, last_loss=1.0, samples=1, units=1))
+        assert service.state.run is not None
+        service.state.run.readers.wait()
+    client.leave()
+    service.finish_evaluations()
+    service.close()
+    assert [line["arrival"] for line in evaluations(tmp_path / "run")] == [0, 2, 4]
+    assert len([line for line in lines if "no other is made here" in line]) == 1
 
 
 # ---- in a process of its own

@@ -1,14 +1,16 @@
 """How a run starts and ends in the service: a model from outside, the last arrival, a stop, a full disk."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from heloco.cluster.protocol.messages import Ended
-from heloco.cluster.protocol.refusals import RefusalCode
+from heloco.cluster.protocol.link import digest_of
+from heloco.cluster.protocol.messages import Ended, ModelCommit
+from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.open_run import external_run
-from heloco.wire.layout import Layout
+from heloco.wire.layout import Layout, pieces_after
 from support.disks import fill_disk
 from support.local_link import LocalLink
 from support.service_checks import refuses, state
@@ -83,6 +85,35 @@ def test_the_first_machine_brings_the_model_and_others_must_have_the_same(tmp_pa
     )
     assert not link.join("n", returning=None, layout=layout).needs_model
     service.close()
+
+
+def test_a_disk_that_is_full_when_the_model_has_arrived_is_told_and_the_same_model_begins_the_run_later(small_disk, clock):
+    """Whatever is the first thing that finds no room."""
+    layout, refusals, room = Layout.from_tensors(model()), 0, 0
+    while True:
+        service = external_run(config(), small_disk / f"run{room}", clock=clock)
+        link = LocalLink(service)
+        ticket = link.join("m", returning=None, layout=layout).ticket
+        upload = service.models.upload(ticket, layout)
+        for piece in pieces_after(0, layout, model()):
+            upload.write(upload.begin(upload.size), piece)
+        fill_disk(small_disk / "ballast", room)
+        begin = partial(service.models.commit, ticket, ModelCommit(names=tuple(NAMES), digest=digest_of(layout, model())))
+        try:
+            begin()
+        except Refused as refusal:
+            assert refusal.code is RefusalCode.DISK and "free some space" in refusal.text
+            refusals += 1
+            (small_disk / "ballast").unlink()
+            begin()
+        (small_disk / "ballast").unlink(missing_ok=True)
+        assert service.state.run is not None and not service.state.has_failed
+        Hand(service, "n").work(1)
+        service.close()
+        if refusals <= room // 4096:  # this time there was room enough
+            break
+        room += 4096
+    assert refusals > 1
 
 
 def test_a_run_whose_model_has_an_empty_block_goes_on_after_a_restart(tmp_path):

@@ -180,7 +180,7 @@ def test_a_stop_waits_for_its_checkpoint_without_the_lock_and_meanwhile_no_round
         assert_free(service)
         assert service.state.ended is None, "it is not saved yet"
         answer = hand.take()
-        assert isinstance(answer, Wait) and "stopped" in answer.text
+        assert isinstance(answer, Wait) and answer.kind == "stopping"
     stopping.join(LIMIT_S)
     assert service.state.ended is not None and service.state.ended.kind == "stopped"
     assert RunFolder.open(tmp_path / "run").checkpoints()[-1].name == "arrival-00000001"

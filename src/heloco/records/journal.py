@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 
 import msgspec
@@ -60,15 +60,15 @@ class Journal:
         since = since or Mark()
         self.folder = run / FOLDER
         self.folder.mkdir(exist_ok=True)
-        self._folder_handle = os.open(self.folder, os.O_RDONLY)
-        self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
-        self.acknowledged = self._read_acknowledged()
-        """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
         self._paths_to_remove: set[Path] = set()
         self._count_lock = threading.Lock()
         """Held while `_bytes_kept` changes: files are removed in another thread."""
-        self._file = -1
+        self._file = self._acknowledged_handle = self._folder_handle = -1
         try:
+            self._folder_handle = os.open(self.folder, os.O_RDONLY)
+            self._acknowledged_handle = os.open(self.folder / "acknowledged", os.O_RDWR | os.O_CREAT, 0o644)
+            self.acknowledged = self._read_acknowledged()
+            """Number of the last event that was durable when a contribution was acknowledged; -1 if it is not known."""
             if since.number and not may_begin_at_mark:
                 self._check_not_lost()
             self.end = self._find_end(since)
@@ -198,12 +198,16 @@ class Journal:
         temporary = self.folder / f".{self._path.name}"
         self.folder.mkdir(exist_ok=True)
         copy = os.open(temporary, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644)
-        offset = 0
-        while offset < size:
-            offset += os.write(copy, os.pread(self._file, min(size - offset, 1 << 20), offset))
-        make_durable(copy, self._path)
-        temporary.replace(self._path)
-        make_durable(self._folder_handle, self.folder)
+        try:
+            offset = 0
+            while offset < size:
+                offset += os.write(copy, os.pread(self._file, min(size - offset, 1 << 20), offset))
+            make_durable(copy, self._path)
+            temporary.replace(self._path)
+            make_durable(self._folder_handle, self.folder)
+        except BaseException:
+            os.close(copy)
+            raise
         os.close(self._file)
         self._file = copy
 
@@ -217,18 +221,10 @@ class Journal:
             make_durable(self._folder_handle, self.folder)
         make_durable(self._file, self._path)
 
-    def durable_later(self) -> Callable[[], None]:
-        """A function that makes all events up to now durable. It may be called once, from any thread, and after later events."""
-        # Opened again, and not a copy of the handle: the system reports a failed write once for each time a file was opened.
-        handle, path = os.open(self._path, os.O_RDONLY), self._path
-
-        def make_segment_durable() -> None:
-            try:
-                make_durable(handle, path)
-            finally:
-                os.close(handle)
-
-        return make_segment_durable
+    def open_again(self) -> FileIO:
+        """The file of the newest events. An fsync of it makes all events up to now durable, from any thread, and after later
+        events. It is not a copy of the handle: the system reports a failed write once for each time a file was opened."""
+        return self._path.open("rb", buffering=0)
 
     def acknowledge(self, number: int) -> None:
         """Notes that the event is durable, just before it is acknowledged."""

@@ -76,7 +76,7 @@ class Feed:
             began = time.perf_counter()
             try:
                 data = await asyncio.to_thread(self._look)
-            except (OSError, MemoryError, RuntimeError) as error:  # no memory, or no thread: the next look may have it
+            except Exception as error:  # no memory, or no thread, say: the next look may have it
                 if repr(error) != last_error:
                     log.warning("The page could not be brought up to date, and is tried again.", exc_info=error)
                 last_error = repr(error)

@@ -202,12 +202,18 @@ class RunClient:
         try:
             scores = self._evaluate(model)
         except Exception as error:  # a task is the user's own code
-            self._evaluate = None
-            reason = f"{type(error).__name__}: {error}"
-            self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
+            self._stop_evaluating(job, f"{type(error).__name__}: {error}")
             return
-        result = EvaluationResult(arrival=job.arrival, scores=scores)
-        self._call(lambda ticket: self.link.send_scores(ticket, result))
+        try:
+            self._call(lambda ticket: self.link.send_scores(ticket, EvaluationResult(arrival=job.arrival, scores=scores)))
+        except Refused as refusal:
+            if refusal.code is not RefusalCode.MALFORMED:
+                raise
+            self._stop_evaluating(job, refusal.text)
+
+    def _stop_evaluating(self, job: EvaluationJob, reason: str) -> None:
+        self._evaluate = None
+        self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
         layout = Layout(self.joined.start_layout or ())

@@ -131,7 +131,7 @@ class ModelCommit(Message, frozen=True, kw_only=True):
 
 # ---- rounds
 
-WaitKind = Literal["no-model", "paused", "no-seat", "rest", "grace", "busy", "evaluation"]
+WaitKind = Literal["no-model", "paused", "stopping", "no-seat", "rest", "grace", "busy", "evaluation"]
 
 
 class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field="answer"):

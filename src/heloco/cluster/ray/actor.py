@@ -36,7 +36,6 @@ from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray.ray_cluster import NAMESPACE, require_ray
 from heloco.cluster.ray.replies import NAME, PIECE, Answer, Begun, Down, Failed, Reply, tensor_deadline_s
 from heloco.cluster.server.process import RunHost, ServeSpec
-from heloco.cluster.server.resident_memory import memory_of
 from heloco.cluster.server.service import Service, wait_for_round
 from heloco.cluster.server.transfers import Upload
 from heloco.disk import drop_mapped_pages
@@ -88,8 +87,8 @@ class SynchronizerActor:
         self._host: RunHost | None = None
         self._threads = 1
         self._has_begun = threading.Event()
-        self._one_model = threading.Lock()
-        """Held while a start or a contribution is in memory, so that there is only one."""
+        self._start_lock = threading.Lock()
+        """Held while a start is put into Ray's store, so that machines that fetch the same one share it."""
         self._newest_start: tuple[Path, list[Any]] | None = None
         """(file, references) of the start that was sent last. Machines that begin together fetch the same one."""
         self._starts_sent: dict[str, list[Any]] = {}
@@ -135,10 +134,6 @@ class SynchronizerActor:
     def status(self) -> Reply[Status]:
         return reply_to(lambda: self.service.admin.status())
 
-    def memory(self) -> Reply[dict[str, int]]:
-        """Memory of the synchronizer's process."""
-        return reply_to(lambda: memory_of(os.getpid()))
-
     def beat(self, ticket: Ticket, steps: int) -> Reply[BeatAnswer]:
         return reply_to(lambda: self.service.members.beat(ticket, steps))
 
@@ -163,7 +158,7 @@ class SynchronizerActor:
 
     def _start(self, ticket: Ticket, key: RoundKey | int | None) -> list[Any]:
         path, machine = self._file(ticket, key), ticket.machine
-        with self._one_model:
+        with self._start_lock:
             if self._newest_start is None or self._newest_start[0] != path:
                 self._newest_start = None  # first, so that Ray may free it
                 self._newest_start = (path, _put(path))
@@ -193,8 +188,7 @@ class SynchronizerActor:
                 return progress.ack
             upload = contributions.upload(ticket, key)
             self._pull(ticket.machine, references, upload, progress.size)
-            with self._one_model:
-                return contributions.commit(ticket, key, digest, report)
+            return contributions.commit(ticket, key, digest, report)
 
         return reply_to(take_in)
 

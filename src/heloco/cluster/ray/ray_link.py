@@ -211,11 +211,6 @@ class RayLink:
         token: str = self._ask("ask", "token", right)
         return token
 
-    def memory(self) -> dict[str, int]:
-        """Memory of the synchronizer's process, in bytes."""
-        memory: dict[str, int] = self._ask("memory")
-        return memory
-
     # ---- tensors
 
     def fetch(self, ticket: Ticket, key: RoundKey, layout: Layout, digest: str) -> dict[str, Tensor]:

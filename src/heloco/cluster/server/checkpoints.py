@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
+from pathlib import Path
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
+from heloco.disk import make_durable
 from heloco.errors import UserError
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import Mark
@@ -93,20 +95,21 @@ def begin_saving(run: JournaledRun) -> Future[int]:
         start_digests=dict(run.start_digests), contributors=list(run.contributors), machines=run.book.to_records(),
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
-    make_journal_durable = run.journal.durable_later()
+    segment = run.journal.open_again()
     budget_bytes = run.config.cluster.journal_gb * 1e9
     leave = run.readers.enter()
 
     def on_copied() -> None:
         """The next outer step waits for the copy alone, so nothing that waits for the disk comes before it."""
         leave()
-        make_journal_durable()
+        make_durable(segment.fileno(), Path(segment.name))
 
     def write() -> int:
         try:
             folder.save_checkpoint(state, tensors, keep_first=replays_from_the_start(folder), copied=on_copied)
         finally:
             leave()
+            segment.close()
         _prune(folder, run.journal, budget_bytes)  # before the next checkpoint is begun, so that its copy does not wait for this
         return state.arrival
 

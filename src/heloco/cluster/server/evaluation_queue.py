@@ -136,7 +136,8 @@ class EvaluationQueue:
 
     def _remove_model(self, due: EvaluationDue) -> None:
         if path := self._models.pop(due.arrival, None):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the next start of the run removes what is left
+                path.unlink()
 
     def _copy(self, due: EvaluationDue, tensors: Mapping[str, Tensor], leave: Callable[[], None]) -> None:
         name, digest = f"arrival-{due.arrival:08d}", xxhash.xxh3_128()
@@ -286,7 +287,7 @@ class EvaluationQueue:
     def _record_line(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
         try:
             self._record(due, scores, machine)
-        except OSError as error:
+        except Exception as error:  # a full disk, or scores of the user's own task that have no mean
             log.warning("The evaluation at arrival %d was left out: its line could not be written (%s).", due.arrival, error)
 
     # ---- the end

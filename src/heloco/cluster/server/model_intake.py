@@ -12,7 +12,7 @@ from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore, Upload, refuse_for_disk
 from heloco.disk import release_for
-from heloco.errors import RunStopped, UserError
+from heloco.errors import DiskError, RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
 from heloco.wire import blocks
@@ -130,6 +130,8 @@ class ModelIntake:
         assert self._create_run is not None
         try:
             return self._create_run(upload.layout, tensors, list(commit.names))
+        except DiskError as error:
+            raise Refused(RefusalCode.DISK, str(error)) from error
         except UserError as error:
             raise Refused(RefusalCode.MODEL, str(error)) from error
         except RunStopped as error:

@@ -1,5 +1,6 @@
 """Opens a service: a new run from a config, or an existing run from its folder."""
 
+import contextlib
 import shutil
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from heloco.cluster.server.resumption import Resumption
 from heloco.cluster.server.scorers import scorer_for
 from heloco.cluster.server.service import Service
 from heloco.cluster.server.transfers import ROUNDS, SnapshotStore
+from heloco.disk import disk_errors
 from heloco.engine.build import build_parts, build_synchronizer, pick_device
 from heloco.engine.local import Observer, describe
 from heloco.errors import UserError
@@ -191,13 +193,15 @@ def external_run(
 
     def create_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
         model = ExternalModel(layout, tensors, names)
-        run = build(model, RunFolder.create(path, config, _describe(task, config, model), among=_ALLOWED_BEFORE_MODEL))
-        try:
-            return run, begin(run)[0]
-        except BaseException:
-            run.close()
-            _remove_unfinished(path)
-            raise
+        folder = RunFolder.create(path, config, _describe(task, config, model), among=_ALLOWED_BEFORE_MODEL)
+        with contextlib.ExitStack() as if_it_fails, disk_errors(path, "the run begins with the model that was sent."):
+            if_it_fails.callback(_remove_unfinished, path)
+            if_it_fails.callback(folder.close)
+            run = build(model, folder)
+            if_it_fails.callback(run.close)
+            starts, _ = begin(run)
+            if_it_fails.pop_all()
+        return run, starts
 
     if (path / CONFIG).exists() and not has_begun(path):
         _remove_unfinished(path)

@@ -48,7 +48,7 @@ class RoundDispatcher:
         state = self.state
         assert state.run is not None
         if state.is_stopping:
-            return Wait(kind="paused", text="the run is being stopped")
+            return Wait(kind="stopping", text="the run is being stopped")
         if state.paused and holds_back(state.paused, has_contributed=machine.id in state.run.participants()):
             return Wait(kind="paused", text=state.paused.text)
         if state.now_s < machine.rests_until_s:

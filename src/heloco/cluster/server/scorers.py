@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from msgspec import Struct, structs
+from msgspec import Struct
 from torch import nn
 
 from heloco.cluster.server.evaluation_queue import NICENESS, Scorer
@@ -34,12 +34,13 @@ class ScorerAnswer(Struct, frozen=True):
     """What the process answers about one model. As JSON of the standard library, because scores may be NaN, which msgspec does
     not write."""
 
-    scores: Scores | None = None
+    scores: Scores = msgspec.field(default_factory=dict)
     error: str = ""
     """For people: why there are no scores."""
 
     def encode(self) -> bytes:
-        return json.dumps(structs.asdict(self)).encode() + b"\n"
+        scores = {source: {name: float(value) for name, value in each.items()} for source, each in self.scores.items()}
+        return json.dumps({"scores": scores, "error": self.error}).encode() + b"\n"  # a task's numbers may be NumPy's
 
     @classmethod
     def decode(cls, line: bytes) -> "ScorerAnswer":
@@ -88,7 +89,7 @@ class ScorerProcess:
         except OSError:  # it was killed, for example because memory was short: once more
             self._end()
             answer = self._ask(model)
-        if answer.scores is None:
+        if answer.error:
             raise UserError(answer.error)
         return answer.scores
 
@@ -146,10 +147,10 @@ def main() -> None:
     score = ScorerHere(task, pick_device(config.run.device))
     for line in lines:
         try:
-            answer = ScorerAnswer(scores=score(Path(msgspec.json.decode(line, type=str))))
-        except Exception as error:
-            answer = ScorerAnswer(error=f"{type(error).__name__}: {error}")
-        answers.write(answer.encode())
+            answer = ScorerAnswer(scores=score(Path(msgspec.json.decode(line, type=str)))).encode()
+        except Exception as error:  # a task is the user's own code
+            answer = ScorerAnswer(error=f"{type(error).__name__}: {error}").encode()
+        answers.write(answer)
 
 
 if __name__ == "__main__":
