@@ -53,7 +53,7 @@ class Books(Struct, frozen=True, kw_only=True):
     gathered_workers: list[int]
     """The workers whose contributions wait at the barrier."""
     ledger: list[ShardPage]
-    held: list[RoundUnderWay]
+    rounds_under_way: list[RoundUnderWay]
     reserved: dict[int, Reservation]
     """The data of the next round of each worker that does not wait for its start."""
     outer: list[dict[str, int | float | str | None]]

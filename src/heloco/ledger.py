@@ -19,12 +19,13 @@ class ShardPage:
     cursor: int = 0
     visits: int = 0
     steps: int = 0
-    returned: list[Span] = field(default_factory=list)
+    returned_spans: list[Span] = field(default_factory=list)
+    """Given back by rounds that came to nothing, in order. They are handed out again before new ones."""
 
     @property
-    def taken(self) -> int:
+    def windows_taken(self) -> int:
         """How many positions were handed out and not given back."""
-        return self.cursor - sum(count for _, count in self.returned)
+        return self.cursor - sum(count for _, count in self.returned_spans)
 
 
 class Ledger:
@@ -38,17 +39,17 @@ class Ledger:
         page = self.pages[shard]
         page.visits += 1
         page.steps += steps
-        if not page.returned:  # nearly always
+        if not page.returned_spans:  # nearly always
             page.cursor += count
             return ((page.cursor - count, count),)
         spans: list[Span] = []
-        while count and page.returned:
-            start, length = page.returned.pop(0)
+        while count and page.returned_spans:
+            start, length = page.returned_spans.pop(0)
             length_taken = min(length, count)
             spans.append((start, length_taken))
             count -= length_taken
             if length_taken < length:
-                page.returned.insert(0, (start + length_taken, length - length_taken))
+                page.returned_spans.insert(0, (start + length_taken, length - length_taken))
         if count:
             spans.append((page.cursor, count))
             page.cursor += count
@@ -59,13 +60,13 @@ class Ledger:
         page = self.pages[shard]
         page.visits -= 1
         page.steps -= steps
-        page.returned = sorted([*page.returned, *spans])
+        page.returned_spans = sorted([*page.returned_spans, *spans])
 
     def copy_pages(self) -> list[ShardPage]:
         """A copy of all pages, for a checkpoint. Later rounds do not change it."""
-        return [replace(page, returned=list(page.returned)) for page in self.pages]
+        return [replace(page, returned_spans=list(page.returned_spans)) for page in self.pages]
 
     def load(self, pages: Sequence[ShardPage]) -> None:
         """Takes over copies of the pages."""
         assert [page.windows for page in pages] == [page.windows for page in self.pages], "another set of shards"
-        self.pages = [replace(page, returned=list(page.returned)) for page in pages]
+        self.pages = [replace(page, returned_spans=list(page.returned_spans)) for page in pages]

@@ -1,6 +1,7 @@
 """What a run can name: built in, registered from Python, or offered by an installed package through an entry point."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -29,8 +30,8 @@ class Registry(Mapping[str, T], Generic[T]):
         self.kind, self.group = kind, group
         self._prepare, self._built_in, self._reserved = prepare, dict(built_in), reserved
         self.registered: dict[str, T] = {}
-        self._modules: dict[str, str] = {}
-        """The module of each registered item, where Python knows it."""
+        self._registrants: dict[str, str] = {}
+        """The module that registered each item."""
         self._offers: dict[str, list[EntryPoint]] | None = None
         self._loaded: dict[str, T] = {}
 
@@ -41,7 +42,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if name in self._built_in or name in self._reserved:
             raise UserError(f"The {self.kind} {name!r} is built in: choose another name.")
         self.registered[name] = self._prepare(name, item)
-        self._modules[name] = getattr(item, "__module__", "")
+        self._registrants[name] = _calling_module()
 
     def find(self, name: str) -> T:
         """The item of this name, or a sentence that says why there is none."""
@@ -71,7 +72,7 @@ class Registry(Mapping[str, T], Generic[T]):
         is_ours = name in self._built_in or name in self._reserved
         offers = [] if is_ours else self._entry_points().get(name, [])
         if name in self.registered:
-            offers = [offer for offer in offers if _top(offer.module) == _top(self._modules[name])]
+            offers = [offer for offer in offers if _top(offer.module) == _top(self._registrants[name])]
         return _package(offers[0]) if offers else ""
 
     def problems(self) -> list[str]:
@@ -118,6 +119,14 @@ class Registry(Mapping[str, T], Generic[T]):
 
 def _package(offer: EntryPoint) -> str:
     return f"{offer.dist.name} {offer.dist.version}" if offer.dist is not None else f"the module {offer.module}"
+
+
+def _calling_module() -> str:
+    """The module outside of this package that called it. An item's own module is no answer: a package may register another's."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _top(frame.f_globals.get("__name__", "")) == _top(__name__):
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def _top(module: str) -> str:

@@ -340,7 +340,7 @@ class Synchronizer:
             outer_step=self.outer_step, arrivals=self.arrivals, refused_in_a_row=self.refused_in_a_row,
             rounds_of=list(self.rounds_of), arrivals_of=list(self.arrivals_of), steps_of=list(self.steps_of),
             inner_steps=list(self.inner_steps), gathered_workers=list(self._barrier.workers), ledger=self.ledger.copy_pages(),
-            held=list(self.rounds_under_way.values()), reserved=dict(self.reserved),
+            rounds_under_way=list(self.rounds_under_way.values()), reserved=dict(self.reserved),
             outer=[
                 {name: value for name, value in state.items() if not isinstance(value, Tensor)} for state in self._outer_states()
             ],
@@ -366,25 +366,26 @@ class Synchronizer:
         self.steps_of, self.inner_steps = list(books.steps_of), list(books.inner_steps)
         self._barrier.workers = list(books.gathered_workers)
         self.ledger.load(books.ledger)
-        self.rounds_under_way = {terms.worker: terms for terms in books.held}
+        self.rounds_under_way = {terms.worker: terms for terms in books.rounds_under_way}
         self.reserved = dict(books.reserved)
 
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
 
         def copies_of(kind: str) -> list[Tensor]:
-            return [tensor.to(device, copy=True) for tensor in blocks.blocks_of(kind, tensors)]
+            names = [blocks.block_name(kind, index) for index in range(blocks.count_blocks(kind, tensors))]
+            return [tensors[name].to(device, copy=True) for name in names]  # read from a file on access, one after the other
 
         self.buffers, self._barrier.sums = copies_of(blocks.BUFFER), copies_of(blocks.GATHERED)
         self._barrier.buffers = copies_of(blocks.GATHERED_BUFFER)
         self.norms = norms_from_tensor(tensors.get("norms"), self.norms)
         self._distances = norms_from_tensor(tensors.get("distances"), self._distances)
         self._start = None
-        outer_states = blocks.outer_states_of(tensors)
+        outer_states = blocks.outer_states_in(tensors)  # names: each tensor may be read from a file on access
         with torch.no_grad():
             for i, (p, plain) in enumerate(zip(self.parameters, books.outer, strict=True)):
                 p.copy_(tensors[blocks.block_name(blocks.PARAMETER, i)])
                 assert self.outer is not None
-                outer_state = {name: tensor.to(p.device, copy=True) for name, tensor in outer_states.get(i, {}).items()}
+                outer_state = {part: tensors[name].to(p.device, copy=True) for part, name in outer_states.get(i, {}).items()}
                 self.outer.state[p] = {**outer_state, **plain}
 
     def _tensor_lists(self) -> dict[str, list[Tensor]]:

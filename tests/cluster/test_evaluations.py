@@ -169,21 +169,24 @@ class FailsOnce:
 
 
 @pytest.mark.parametrize(
-    ("scores", "told"),
+    ("scores", "message"),
     [
         (ValueError("no such thing"), "The evaluation at arrival 2 failed: no such thing"),
-        ({"a": {"loss": 1.0}, "b": {}}, "The evaluation at arrival 2 was left out"),
-        ({"a": {"loss": "low"}}, "The evaluation at arrival 2 was left out"),
-        ({"a": 1.0}, "The evaluation at arrival 2 was left out"),
+        ({"a": {"loss": 1.0}, "b": {}}, "The evaluation at arrival 2 failed: The task's evaluation gave"),
+        ({"a": {"loss": "low"}}, "The evaluation at arrival 2 failed: The task's evaluation gave"),
+        ({"a": 1.0}, "The evaluation at arrival 2 failed: The task's evaluation gave"),
+        ({("a",): {"loss": 1.0}}, "The evaluation at arrival 2 failed: The task's evaluation gave"),
+        ({"\ud800": {"loss": 1.0}}, "The evaluation at arrival 2 failed: The task's evaluation gave"),
+        (None, "The evaluation at arrival 2 failed: The task's evaluation gave"),
     ],
 )
-def test_an_evaluation_that_fails_does_not_end_the_run(tmp_path, caplog, scores, told):
+def test_an_evaluation_that_fails_does_not_end_the_run(tmp_path, caplog, scores, message):
     service = served(tmp_path / "run", task(FailsOnce(scores)))
     contribute(service, 4)
     service.state.run.finish_evaluations()
     service.close()
     assert [line["arrival"] for line in evaluations(tmp_path / "run")] == [0, 4]
-    assert told in caplog.text
+    assert message in caplog.text
 
 
 def test_a_machine_whose_scores_are_refused_goes_on_training(tmp_path):

@@ -129,7 +129,7 @@ def test_every_window_is_used_once(tmp_path):
             if round_under_way.shard == shard
             for span in round_under_way.spans
         ]
-        spans += page.returned
+        spans += page.returned_spans
         windows = sorted(p for first, count in spans for p in range(first, first + count))
         assert windows == list(range(page.cursor))
     service.close()
@@ -193,7 +193,9 @@ def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, worker
     }
     state = ServedState(
         config_digest="c", task_digest="t", lines=LineSizes(tape_bytes=5, evals_bytes=6), units=4,
-        books=books_at(3, held=rounds, rounds_of=list(numbers), ledger=[ShardPage(n + 1, n, n, n, [(n, 2)]) for n in numbers]),
+        books=books_at(
+            3, rounds_under_way=rounds, rounds_of=list(numbers), ledger=[ShardPage(n + 1, n, n, n, [(n, 2)]) for n in numbers]
+        ),
         journal=Mark(), time_s=1.5, paused=None, evaluations_due=(), started_s={n: n / 7 for n in numbers},
         holders={n: f"m{n}" for n in numbers}, last_machines={}, start_digests=dict.fromkeys(numbers, "d"),
         contributors=[f"m{n}" for n in numbers], machines={}, acks=acks,

@@ -2,12 +2,14 @@
 has other names: that module has to follow, before anything else is looked at."""
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from support.ray_runs import version_error
 from support.repository import REPOSITORY
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -18,6 +20,7 @@ import ray._private.ray_constants as ray_constants  # noqa: E402
 import ray._private.ray_logging as ray_logging  # noqa: E402
 import ray._private.services as services  # noqa: E402
 import ray._raylet as core  # noqa: E402
+from grpc._cython import cygrpc  # noqa: E402
 
 from heloco.cluster.ray import head_main, ray_internals  # noqa: E402
 
@@ -55,10 +58,7 @@ def test_the_functions_are_there_and_take_these_arguments(monkeypatch):
 
 
 def test_ray_names_both_versions_in_its_error():
-    python = ".".join(map(str, sys.version_info[:3]))
-    with pytest.raises(RuntimeError) as refused:
-        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
-    assert ray_internals.versions_in(refused.value) == ("2.9.3", ray.__version__)
+    assert ray_internals.versions_in(version_error("2.9.3")) == ("2.9.3", ray.__version__)
     assert ray_internals.versions_in(RuntimeError("Ray: 1\nRay: 1")) is None
     assert ray_internals.versions_in(RuntimeError("another error")) is None
 
@@ -84,6 +84,34 @@ def test_the_script_that_starts_ray_finds_its_command():
         "--head", "--block", "--address", "--node-ip-address", "--port", "--ray-client-server-port", "--temp-dir",
         "--object-store-memory", "--include-dashboard", "--include-log-monitor", "--disable-usage-stats",
     }  # fmt: skip
+
+
+def test_ray_start_has_the_hidden_option():
+    """In a process of its own, because the command line imports all libraries of Ray."""
+    script = f"from {ray_internals.COMMAND} import start; print(*(o for p in start.params if p.hidden for o in p.opts))"
+    options = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert ray_internals.NO_MONITOR in options
+
+
+def test_grpc_knows_the_setting_about_forks():
+    [name] = ray_internals.NO_FORK_SUPPORT
+    assert name.encode() in Path(cygrpc.__file__).read_bytes()
+
+
+def test_ray_replaces_our_handler_of_sigterm_which_is_restored():
+    """`ray.init` does so before it looks at its arguments, so here it can fail. `test_ray_reach.py` tests `ray.shutdown`."""
+
+    def stop(*_: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with ray_internals.keep_sigterm_handler():
+            with pytest.raises(RuntimeError, match="Unknown keyword"):
+                ray.init(no_such_option=True)
+            assert signal.getsignal(signal.SIGTERM) is not stop, "Ray no longer does this: keep_sigterm_handler is not needed"
+        assert signal.getsignal(signal.SIGTERM) is stop
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 INSIDE = re.compile(r"(\bray|_ray|ray\(\))\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster")

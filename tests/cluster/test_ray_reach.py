@@ -14,12 +14,12 @@ pytest.importorskip("ray", reason="ray is not installed")
 
 from heloco.cluster.ray import RayLink, start_ray
 from heloco.cluster.ray.probe import probe
-from heloco.cluster.ray.ray_cluster import Tls, check_versions, ray_settings, require_ray, translate
+from heloco.cluster.ray.ray_cluster import Tls, check_versions, ray_settings, translate
 from heloco.cluster.ray.ray_internals import PINGS
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
 from heloco.errors import UserError
-from support.ray_runs import LONGEST_S, config
+from support.ray_runs import LONGEST_S, config, version_error
 
 # ---- closed
 
@@ -43,10 +43,16 @@ def test_beyond_loopback_there_must_be_tls():
 
 
 WITH_TLS = """
-import json, sys
+import json, signal, sys
+from pathlib import Path
 from heloco.cluster.ray.probe import probe
 from heloco.cluster.ray.ray_cluster import Tls, start_ray
+from heloco.cluster.ray.ray_internals import keep_sigterm_handler
 from heloco.errors import UserError
+def is_sigterm_caught():
+    [mask] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt:")]
+    return bool(int(mask, 16) >> signal.SIGTERM - 1 & 1)
+signal.signal(signal.SIGTERM, lambda *_: None)
 folder = sys.argv[1]
 tls = Tls(f"{folder}/cert.pem", f"{folder}/key.pem", f"{folder}/ca.pem")
 cluster = start_ray(tls=tls)
@@ -63,6 +69,10 @@ for name, how in (("plain", None), ("stranger", stranger)):
         probe(cluster.address, token, how)
     except UserError as error:
         answers[name] = str(error)
+with keep_sigterm_handler():
+    ray.shutdown()
+    answers["caught"] = [is_sigterm_caught()]
+answers["caught"].append(is_sigterm_caught())
 cluster.stop()
 print(json.dumps(answers))
 """
@@ -95,21 +105,19 @@ def test_with_tls_ray_works_and_whoever_has_no_certificate_of_its_authority_is_r
     assert answers["echo"] == "heard"
     assert "not as Ray does without TLS" in answers["plain"]
     assert "not as Ray does with TLS" in answers["stranger"]
+    assert answers["caught"] == [False, True], "keep_sigterm_handler: ray.shutdown removes the handler, and it is restored"
 
 
 # ---- sentences
 
 
 def test_another_version_of_ray_is_named_with_ours():
-    ray = require_ray()
     with pytest.raises(
         UserError, match=re.escape("The cluster's Ray is 2.9.3 and this machine's is 2.60.0: `pip install ray==2.9.3`")
     ):
         check_versions("2.60.0", "2.9.3")
-    python = ".".join(map(str, sys.version_info[:3]))
-    with pytest.raises(RuntimeError) as refused:  # Ray's own words, of several lines
-        ray._private.utils.check_version_info({"ray_version": "2.9.3", "python_version": python}, "here")
-    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(translate(refused.value, "head:6379"))
+    error = version_error("2.9.3")  # Ray's own words, of several lines
+    assert "The cluster's Ray is 2.9.3 and this machine's is" in str(translate(error, "head:6379"))
 
 
 def test_without_ray_the_remedy_is_named(monkeypatch):

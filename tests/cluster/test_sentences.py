@@ -151,7 +151,7 @@ def history(folder: Path, reword: Callable[[str], str]) -> dict[str, Any]:
         "journal": without_prose(events),
         "summary": dataclasses.asdict(read_summary(folder, read_facts(folder / META))),
         "pauses": without_prose([dataclasses.asdict(pause) for pause in journal.pauses]),
-        "partings": without_prose({machine: dataclasses.asdict(parting) for machine, parting in journal.parted.items()}),
+        "partings": without_prose({machine: dataclasses.asdict(parting) for machine, parting in journal.departures.items()}),
     }
 
 

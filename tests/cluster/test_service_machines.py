@@ -79,14 +79,14 @@ def test_a_machine_that_waits_for_the_answer_to_its_contribution_keeps_its_round
     service = opened(tmp_path / "run", clock, beat_s=beat_s, round_limit_s=round_limit_s)
     hand = Hand(service, "m")
     hand.take()
-    is_reading, may_go_on, read = threading.Event(), threading.Event(), contributions_module.map_tensors
+    is_reading, may_go_on, read = threading.Event(), threading.Event(), contributions_module.all_finite
 
     def slow_read(*arguments):
         is_reading.set()
         assert may_go_on.wait(60)
         return read(*arguments)
 
-    monkeypatch.setattr(contributions_module, "map_tensors", slow_read)
+    monkeypatch.setattr(contributions_module, "all_finite", slow_read)
     with ThreadPoolExecutor(1) as threads:
         handing_in = threads.submit(hand.hand_in, delta(1))
         assert is_reading.wait(60)

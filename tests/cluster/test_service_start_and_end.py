@@ -10,6 +10,7 @@ from heloco.cluster.protocol.link import digest_of
 from heloco.cluster.protocol.messages import Ended, ModelCommit
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.open_run import external_run
+from heloco.run import RunFolder
 from heloco.wire.layout import Layout, pieces_after
 from support.disks import fill_disk
 from support.local_link import LocalLink
@@ -61,6 +62,39 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_space(small_disk,
     (small_disk / "ballast").unlink()
     assert hand.hand_in(delta(2)).verdict == "applied"
     assert not service.state.has_failed
+    service.close()
+
+
+def test_a_run_on_a_full_disk_is_stopped_without_a_checkpoint_and_goes_on_from_its_journal(small_disk, clock):
+    service = opened(small_disk / "run", clock, checkpoint_every=0)
+    Hand(service, "m").work(1)
+    digest = service.state.run.digest()
+    fill_disk(small_disk / "ballast", 4096)
+    service.admin.stop("enough")
+    assert service.state.ended == Ended(kind="stopped", text="enough")
+    assert RunFolder.open(small_disk / "run").checkpoints()[-1].name == "arrival-00000000"
+    service.close()
+    (small_disk / "ballast").unlink()
+    service = opened(small_disk / "run", clock, checkpoint_every=0)
+    assert service.state.run.digest() == digest
+    Hand(service, "n").work(2)
+    service.close()
+
+
+def test_a_checkpoint_that_finds_no_room_is_tried_again_after_a_while(small_disk, clock):
+    service, run = opened(small_disk / "run", clock, checkpoint_every=1), RunFolder.open(small_disk / "run")
+    Hand(service, "m").work(1)
+    fill_disk(small_disk / "ballast", 4096)
+    service.housekeeping.save_if_due(wait=True)
+    (small_disk / "ballast").unlink()
+    for passed_s in (0.0, 1.0, 5.0):
+        clock.now += passed_s
+        service.housekeeping.save_if_due()
+        assert service.state.run.saving is None
+    clock.now += 5.0
+    service.housekeeping.save_if_due()
+    service.housekeeping.save_if_due(wait=True)
+    assert run.checkpoints()[-1].name == "arrival-00000001"
     service.close()
 
 

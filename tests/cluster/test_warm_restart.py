@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.places import children_of, failing_fsync, is_alive
+from faults.fault_places import children_of, failing_fsync, is_alive
 from heloco.cli.warm_restart import LONGEST_PAUSE_S, RESTART_LIMIT, START_AGAIN, RestartLimit, exit_code
 from heloco.cli.warm_restart import reason_to_restart as reason
 from support.nursery import Nursery

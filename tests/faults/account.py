@@ -63,8 +63,10 @@ def check_ledger(accepted: list[dict[str, Any]], books: "Books") -> None:
     """Checks that no window of data was skipped or used twice: each was used, is under way, or waits to be handed out again."""
     for shard, page in enumerate(books.ledger):
         spans = [tuple(span) for line in accepted if line["shard"] == shard for span in line["spans"]]
-        spans += [span for round_under_way in books.held if round_under_way.shard == shard for span in round_under_way.spans]
-        spans += page.returned
+        spans += [
+            span for round_under_way in books.rounds_under_way if round_under_way.shard == shard for span in round_under_way.spans
+        ]
+        spans += page.returned_spans
         at = 0
         for first, count in sorted(spans):
             assert first == at, f"shard {shard}: window {at} {'was skipped' if first > at else 'was used twice'}"

@@ -16,7 +16,7 @@ from typing import Any
 from faults.account import account
 from faults.damage import damage
 from faults.fault_list import Fault
-from faults.places import Disk, children_of, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, send
+from faults.fault_places import Disk, children_of, end_process, failing_fsync, free_port, is_alive, make_findable, nursery, send
 from faults.proxies import Proxies
 
 INNER_STEPS = 4
@@ -95,14 +95,14 @@ class FaultRun:
         return to_toml(resolve(with_fields(RunConfig(), self.settings())))
 
     def start_synchronizer(self) -> None:
-        from faults.synchronizer import serve
+        from faults.synchronizer_child import serve
 
         arguments = (str(self.run), self.config(), self.port, str(self.state))
         self.synchronizer = self.context.Process(target=serve, args=arguments, daemon=True)
         self.synchronizer.start()
 
     def start_worker(self, number: int) -> None:
-        from faults.workers import work
+        from faults.fault_workers import work
 
         address = f"https://127.0.0.1:{self.proxies.ports[number]}"
         arguments = (number, address, self.tokens["worker"], str(self.folder), self.step_s)

@@ -9,11 +9,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from faults.synchronizer import spec_for, write
-from faults.workers import Obedient, OrderedWorker, Papers, flipped, work_over
+from faults.fault_workers import Obedient, OrderedWorker, Papers, flipped, work_over
+from faults.synchronizer_child import spec_for, write
 from heloco.cluster.protocol.messages import to_plain
 from heloco.cluster.ray import RayLink, RaySupervisor
 from heloco.cluster.ray import workers as workers_module
+from heloco.cluster.ray.ray_options import RayOptions
 from heloco.errors import RunStopped, UserError
 
 FOLDER, NUMBER, STEP_S = "FAULT_FOLDER", "FAULT_NUMBER", "FAULT_STEP_S"
@@ -47,7 +48,8 @@ def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], pa
     tell = functools.partial(print, "head:", file=sys.stderr, flush=True)
     try:
         token_file = Path(ray.pop("token_file"))
-        with RaySupervisor(spec_for(*spec), workers=1, tell=tell, trusted=True, token_file=token_file, **ray) as engine:
+        options = RayOptions(trusted=True, token_file=token_file, **ray)
+        with RaySupervisor(spec_for(*spec), workers=1, tell=tell, ray=options) as engine:
             tokens = {right: engine.token(right) for right in ("worker", "admin")}
             while not signals:
                 about = {"tokens": tokens, "launcher": launcher_of(engine), "pid": engine.pid}

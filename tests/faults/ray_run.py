@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from faults.fault_list import KINDS, Fault
+from faults.fault_places import children_of, free_port, send
 from faults.fault_run import FaultRun
-from faults.places import children_of, free_port, send
 
 RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1}
 STORE = 150_000_000

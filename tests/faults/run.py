@@ -22,8 +22,8 @@ import time
 from typing import Any
 
 from faults.fault_list import KINDS, Fault, faults_in_time, faults_of
+from faults.fault_places import place
 from faults.fault_run import INNER_STEPS, LOOK_S, FaultRun
-from faults.places import place
 
 
 def run_once(

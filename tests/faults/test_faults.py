@@ -91,7 +91,7 @@ def test_faults_in_time_are_as_many_as_they_must_be_and_leave_the_end_quiet():
 
 
 def test_the_account_would_find_a_window_that_was_skipped_or_used_twice():
-    books = books_at(2, ledger=[ShardPage(20, cursor=12, returned=[(8, 4)])])
+    books = books_at(2, ledger=[ShardPage(20, cursor=12, returned_spans=[(8, 4)])])
     used = [{"shard": 0, "spans": [[0, 4]]}, {"shard": 0, "spans": [[4, 4]]}]
     check_ledger(used, books)
     with pytest.raises(AssertionError, match="window 4 was skipped"):

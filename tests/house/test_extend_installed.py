@@ -104,6 +104,20 @@ def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
     assert broken.code == 2 and "The method 'broken' of own-rules 0.3 cannot be used" in broken.sentence
 
 
+def test_what_a_script_registers_is_not_the_packages(installed):
+    """Even under a name that the package offers."""
+    script = (
+        "import heloco\nfrom heloco.methods import METHODS\nfrom heloco.policy import SHARD_POLICIES\n"
+        "before = SHARD_POLICIES.origin('rotating')\n"
+        "heloco.register_method('sign-ahead', lambda theta, m, delta, rho, *, lr=0.5: (theta - lr * rho * delta, m))\n"
+        "heloco.register_shards('rotating', lambda worker, round, shards: 0)\n"
+        "print(before, [METHODS.origin('sign-ahead'), SHARD_POLICIES.origin('rotating')])"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(installed), *sys.path])}
+    process = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert process.stdout == "own-rules 0.3 ['', '']\n", process.stderr
+
+
 def test_a_run_is_resumed_with_the_package_and_without_it_says_what_to_install(trained, installed):
     last = trained / "checkpoints" / "arrival-00000008"
     for name in ("SHA256SUMS", "state.json"):  # the last checkpoint is lost: the run goes on from the one before
@@ -125,17 +139,19 @@ def test_a_run_is_resumed_with_the_package_and_without_it_says_what_to_install(t
 def test_a_study_uses_it(installed, tmp_path):
     (tmp_path / "mine.toml").write_text(
         'like = "table1"\n[small]\narrivals = 4\ninner_steps = 1\n[rows]\n"1,2" = { paces = [1, 1, 1, 1, 2] }\n'
-        '[methods]\nsign = {}\nslow = { method = "sign", outer_lr = 0.001, weight = "fading" }\n'
+        '[methods]\nsign = {}\nslow = { method = "sign", outer_lr = 0.001, weight = "fading", assign = "rotating" }\n'
         '[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
     )
     out = tmp_path / "results"
     result = in_process("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", out, path=installed)
     assert result.code == 0, result.err
-    assert len(list((out / "runs").glob("*.json*"))) == 2
+    kept = [json.loads(path.read_text())["settings"] for path in (out / "runs").glob("*.json")]
+    assert {settings["assign"] for settings in kept} == {"fixed", "rotating"} and len(kept) == 2
     assert "There is no method 'sign' here" in heloco("study", tmp_path / "mine.toml", "--scale", "small").sentence
 
 
-HERE = ("--ray", "off", "--host", "127.0.0.1", "--port", "0", "--workers", "2")
+LISTENING = ("--host", "127.0.0.1", "--port", "0")
+HERE = ("--ray", "off", *LISTENING, "--workers", "2")
 OWN_TASK = (
     "--recipe", "plain", "--task", "sums", "--method", "mla", "--batch-size", "2", "--inner-steps", "2", "--arrivals", "4",
     "--device", "cpu",
@@ -183,14 +199,23 @@ def test_a_served_run_uses_it_and_is_replayed_with_it(installed, tmp_path):
         assert refused.code == 2 and refused.sentence.endswith("which is not installed here: install own-rules 0.3."), command
 
 
-def test_the_example_is_installed_trained_studied_and_served(tmp_path):
-    """examples/own_rule/ as it is: about twenty lines of Python, and a pyproject.toml."""
-    example = REPOSITORY / "examples" / "own_rule"
-    lines = [line for line in (example / "own_rule.py").read_text().splitlines() if line.strip()]
+EXAMPLE = REPOSITORY / "examples" / "own_rule"
+EXAMPLE_SERVED = ("--batch-size", "2", "--inner-steps", "2", "--arrivals", "6", "--device", "cpu", "--method", "sign")
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """examples/own_rule/ as it is, installed."""
+    folder = tmp_path_factory.mktemp("example")
+    return install(shutil.copytree(EXAMPLE, folder / "own_rule"), folder / "site-packages")
+
+
+def test_the_example_is_trained_studied_and_served(example, tmp_path):
+    """About twenty lines of Python, and a pyproject.toml."""
+    lines = [line for line in (EXAMPLE / "own_rule.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 20
-    site = install(shutil.copytree(example, tmp_path / "own_rule"), tmp_path / "site-packages")
     folder, results = tmp_path / "run", tmp_path / "results"
-    trained = in_process("train", *TINY, "--method", "sign", "--outer-lr", "0.004", "--out", folder, path=site)
+    trained = in_process("train", *TINY, "--method", "sign", "--outer-lr", "0.004", "--out", folder, path=example)
     assert trained.code == 0, trained.err
     assert json.loads((folder / "run.json").read_text())["plugins"] == {"method sign": "own-rule 0.1"}
     assert "outer_lr = 0.004" in (folder / "config.toml").read_text() and len(tape(folder)) == 8
@@ -199,12 +224,23 @@ def test_the_example_is_installed_trained_studied_and_served(tmp_path):
         '[methods]\nsign = {}\n[[tables]]\nkind = "losses"\ntitle = "Final loss"\n'
     )
     study = ("study", tmp_path / "mine.toml", "--scale", "small", "--seeds", "1", "--out", results)
-    studied = in_process(*study, path=site)
+    studied = in_process(*study, path=example)
     assert studied.code == 0, studied.err
     assert len(list((results / "runs").glob("*.json*"))) == 1
     for part in ("uvicorn", "starlette", "httpx", "cryptography"):
         pytest.importorskip(part, reason=f"{part} is not installed")
-    rounds = ("--batch-size", "2", "--inner-steps", "2", "--arrivals", "6", "--device", "cpu", "--method", "sign")
-    served = in_process("serve", "--out", tmp_path / "served", *TINY_MODEL, *rounds, *HERE, path=site)
+    served = in_process("serve", "--out", tmp_path / "served", *TINY_MODEL, *EXAMPLE_SERVED, *HERE, path=example)
     assert served.code == 0, (served.out, served.err)
     assert [line["verdict"] for line in tape(tmp_path / "served")] == ["applied"] * 6
+
+
+def test_rays_processes_find_the_example(example, tmp_path):
+    """The synchronizer, which has the rule, is then in a process that Ray starts."""
+    for part in ("ray", "uvicorn", "starlette", "httpx", "cryptography"):
+        pytest.importorskip(part, reason=f"{part} is not installed")
+    folder = tmp_path / "run"
+    on_ray = ("--ray", "auto", *LISTENING, "--workers", "1")
+    served = in_process("serve", "--out", folder, *TINY_MODEL, *EXAMPLE_SERVED, *on_ray, path=example)
+    assert served.code == 0, (served.out, served.err)
+    assert [line["verdict"] for line in tape(folder)] == ["applied"] * 6
+    assert json.loads((folder / "run.json").read_text())["plugins"] == {"method sign": "own-rule 0.1"}

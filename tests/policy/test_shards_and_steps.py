@@ -18,7 +18,7 @@ class View:
 
     windows: int = 100
     visits: int = 0
-    taken: int = 0
+    windows_taken: int = 0
 
 
 # ---- shards
@@ -50,7 +50,7 @@ def play(choose, *, workers, shards, rounds):
         for worker in range(workers):
             shard = choose(worker, r, views)
             views[shard].visits += 1
-            views[shard].taken += 10
+            views[shard].windows_taken += 10
             history.append(shard)
     return history
 
@@ -80,14 +80,14 @@ def test_flexible_ties_do_not_depend_on_draws_made_before():
 
 
 def test_liu_prefers_the_shards_that_lag_behind_their_size():
-    shards = [View(windows=100, taken=10), View(windows=200, taken=50), View(windows=700, taken=40)]
+    shards = [View(windows=100, windows_taken=10), View(windows=200, windows_taken=50), View(windows=700, windows_taken=40)]
     # sizes .1 .2 .7, taken .1 .5 .4: lags 0, 0, .3
     assert Liu(0).probabilities(shards) == [0.0, 0.0, 1.0]
     assert make_choice("liu", workers=2, shards=3, seed=0)(1, 5, shards) == 2
 
 
 def test_liu_draws_in_proportion_to_the_lag():
-    shards = [View(windows=400, taken=10), View(windows=400, taken=30), View(windows=200, taken=60)]
+    shards = [View(windows=400, windows_taken=10), View(windows=400, windows_taken=30), View(windows=200, windows_taken=60)]
     # sizes .4 .4 .2, taken .1 .3 .6: lags .3, .1, 0
     assert Liu(0).probabilities(shards) == pytest.approx([0.75, 0.25, 0], rel=1e-12)
     drawn = Counter(make_choice("liu", workers=1, shards=3, seed=s)(0, 0, shards) for s in range(4000))
@@ -98,17 +98,17 @@ def test_liu_draws_in_proportion_to_the_lag():
 def test_liu_draws_by_size_at_the_start_and_on_par():
     sizes = [0.1, 0.2, 0.7]
     assert Liu(0).probabilities([View(windows=round(1000 * s)) for s in sizes]) == pytest.approx(sizes, rel=1e-12)
-    on_par = [View(windows=100, taken=25), View(windows=100, taken=25)]
+    on_par = [View(windows=100, windows_taken=25), View(windows=100, windows_taken=25)]
     assert Liu(0).probabilities(on_par) == [0.5, 0.5]
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**6)), min_size=1, max_size=8))
 def test_lius_probabilities_are_probabilities_and_zero_for_who_is_ahead(pages):
-    shards = [View(windows=windows, taken=count) for windows, count in pages]
+    shards = [View(windows=windows, windows_taken=count) for windows, count in pages]
     probabilities = Liu(0).probabilities(shards)
     assert sum(probabilities) == pytest.approx(1, rel=1e-9)
-    size, total = sum(s.windows for s in shards), sum(s.taken for s in shards)
-    lags = [s.windows * total - s.taken * size for s in shards]  # exact, in whole numbers
+    size, total = sum(s.windows for s in shards), sum(s.windows_taken for s in shards)
+    lags = [s.windows * total - s.windows_taken * size for s in shards]  # exact, in whole numbers
     if total and any(lag > 0 for lag in lags):
         for p, lag in zip(probabilities, lags, strict=True):
             assert p >= 0

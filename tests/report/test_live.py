@@ -101,3 +101,30 @@ def test_the_data_and_its_changes_are_made_and_encoded_once_for_all_who_look(han
         assert (data.calls, changes.calls) == (2, 1) and encodings.calls <= 3
 
     asyncio.run(course())
+
+
+class FailsAt(Count):
+    """A function that fails at its second call."""
+
+    def __call__(self, *values: Any, **options: Any) -> Any:
+        if self.calls == 1:
+            self.calls += 1
+            raise MemoryError
+        return super().__call__(*values, **options)
+
+
+def test_what_could_not_be_shown_is_shown_later_also_if_nothing_more_is_added(hand, page, monkeypatch, caplog):
+    data = FailsAt(monkeypatch, "page_data")
+
+    async def course() -> None:
+        events = await page.events(request("seen=-1"))
+        assert isinstance(events, StreamingResponse)
+        frames = aiter(events.body_iterator)
+        await anext(frames)
+        hand.work(2)
+        async with asyncio.timeout(LIMIT_S):
+            assert "\nevent: change\n" in await anext(frames)
+        assert data.calls == 3
+
+    asyncio.run(course())
+    assert "could not be brought up to date" in caplog.text

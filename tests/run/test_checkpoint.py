@@ -116,7 +116,7 @@ def test_a_checkpoint_of_another_format(broken_off):
     path.write_bytes(other)
     sums = path.with_name("SHA256SUMS")
     sums.write_text(sums.read_text().replace(hashlib.sha256(content).hexdigest(), hashlib.sha256(other).hexdigest()))
-    assert_refused(broken_off, "resume", broken_off, says="has format 1, this version reads 3")
+    assert_refused(broken_off, "resume", broken_off, says="has format 1, this version reads 4")
 
 
 def test_the_only_checkpoint_damaged(broken_off):

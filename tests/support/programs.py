@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.places import children_of
+from faults.fault_places import children_of
 from support.nursery import ForkedProcess, Nursery
 from support.runs import TINY_MODEL, Done, heloco, tape
 

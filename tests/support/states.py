@@ -20,7 +20,7 @@ def books_at(arrivals: int, **changes: Any) -> Books:
     """The books of a run without workers and data."""
     books = Books(
         outer_step=arrivals, arrivals=arrivals, refused_in_a_row=0, rounds_of=[], arrivals_of=[], steps_of=[], inner_steps=[],
-        gathered_workers=[], ledger=[], held=[], reserved={}, outer=[],
+        gathered_workers=[], ledger=[], rounds_under_way=[], reserved={}, outer=[],
     )  # fmt: skip
     return msgspec.structs.replace(books, **changes)
 

@@ -70,7 +70,7 @@ class Books(RuleBasedStateMachine):
         for shard, page in enumerate(self.ledger.pages):
             all_positions = self.out[shard] | self.waiting[shard]
             assert all_positions == set(range(page.cursor))
-            assert page.taken == len(self.out[shard])
+            assert page.windows_taken == len(self.out[shard])
             assert (page.visits, page.steps) == (self.visits[shard], self.steps[shard])
 
 
@@ -83,7 +83,7 @@ def test_rounds_get_the_next_positions_of_their_own_shard():
     assert ledger.take(0, 4, 2) == ((0, 4),)
     assert ledger.take(1, 4, 2) == ((0, 4),)
     assert ledger.take(0, 4, 2) == ((4, 4),)
-    assert [page.taken for page in ledger.pages] == [8, 4]
+    assert [page.windows_taken for page in ledger.pages] == [8, 4]
 
 
 def test_what_was_given_back_comes_first_and_in_pieces():
@@ -92,7 +92,7 @@ def test_what_was_given_back_comes_first_and_in_pieces():
     ledger.give_back(0, third, 2)
     ledger.give_back(0, first, 2)
     assert second == ((4, 4),)
-    assert ledger.pages[0].taken == 4
+    assert ledger.pages[0].windows_taken == 4
     assert ledger.take(0, 3, 2) == ((0, 3),)
     assert ledger.take(0, 4, 2) == ((3, 1), (8, 3))
     assert ledger.take(0, 4, 2) == ((11, 1), (12, 3))

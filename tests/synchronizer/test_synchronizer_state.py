@@ -2,6 +2,8 @@
 
 import gc
 import types
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -67,6 +69,38 @@ def test_loaded_into_a_fresh_one_the_state_continues_to_the_bit(method, cut):
     assert ours.books == theirs.books
     assert ours.tensors.keys() == theirs.tensors.keys()
     assert all(torch.equal(tensor, theirs.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+class ReadOnAccess(Mapping[str, Tensor]):
+    """Tensors that are made anew on each access, as those of a file are. Counts those that are in memory at once."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+        self._in_memory: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most_in_memory = 0
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name].clone()
+        self._in_memory.add(tensor)
+        self.most_in_memory = max(self.most_in_memory, len(self._in_memory))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@pytest.mark.parametrize("method", ["heloco-ramp", "delayed-nesterov", "sync-nesterov"])
+def test_a_state_is_loaded_block_by_block(method):
+    first, second = (build(method, buffers=[torch.zeros(2, dtype=F64), torch.tensor(0)]) for _ in range(2))
+    drive(first, torch.Generator().manual_seed(9), 7)
+    saved = snapshot(first)
+    tensors = ReadOnAccess(saved.tensors)
+    second.load(saved.books, tensors)
+    assert len(tensors) >= 6 and tensors.most_in_memory <= 2
+    assert all(torch.equal(tensor, snapshot(second).tensors[name]) for name, tensor in saved.tensors.items())
 
 
 def test_the_cuts_above_lie_within_a_barrier_and_within_a_delay():

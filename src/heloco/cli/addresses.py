@@ -60,8 +60,9 @@ def link_to(address: str, token: str | None, token_file: str | None, right: "Rig
 def local_run(folder: Path, right: "Right") -> tuple[str, str]:
     """(address, token) of a run that is served on this machine, from its folder."""
     from heloco.cluster.gateway.credentials import CERTIFICATE, fingerprint_in
-    from heloco.cluster.server.process import CREDENTIALS, ListenConfig
+    from heloco.cluster.server.process import ListenConfig
     from heloco.cluster.server.token_book import FILE, TokenBook
+    from heloco.records.run_files import CREDENTIALS
 
     listen = ListenConfig.load(folder)
     if listen is None or not (folder / CREDENTIALS / FILE).exists():

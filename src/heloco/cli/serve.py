@@ -46,6 +46,7 @@ def add_serve_flags(parser: Parser) -> None:
 
 
 def serve(parsed: argparse.Namespace) -> int:
+    """`heloco serve`: serves a new run or an old one until it ends or a signal comes, and returns the exit code."""
     from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
 
@@ -79,6 +80,7 @@ def own_names(host: str) -> tuple[str, ...]:
 
 
 def outward_address() -> str:
+    """The address from which this machine reaches others; localhost if it has no network."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # sends nothing, but shows which local address the system would use
         return str(probe.getsockname()[0])
@@ -100,12 +102,14 @@ def check_port(host: str, port: int, wait_s: float = 0.0) -> None:
 
 
 def parse_whole_number(text: str, name: str) -> int:
+    """The value of a flag that counts something. Raises UserError, with the flag's name, for anything but digits."""
     if not text.isdecimal():
         raise UserError(f"{name} cannot be {text!r}: give a whole number ≥ 0.")
     return int(text)
 
 
 def page_can_be_shown() -> bool:
+    """Whether the packages that the live page needs are installed."""
     from importlib.util import find_spec
 
     return all(find_spec(part) is not None for part in ("plotly", "jinja2", "starlette"))
@@ -171,13 +175,20 @@ class Engine(Protocol):
     notices: list[str]
     """Sentences for the person who serves the run."""
 
-    def token(self, right: "Right") -> str: ...
-    def status(self) -> "Status": ...
-    def stop(self, reason: str) -> None: ...
+    def token(self, right: "Right") -> str:
+        """A valid token with this right, in the form that is pasted; empty without a gateway."""
+
+    def status(self) -> "Status":
+        """Where the run stands, with its machines, pauses and ending."""
+
+    def stop(self, reason: str) -> None:
+        """Saves the run and ends it for now: machines are told `reason`."""
+
     def trouble(self) -> str | None:
         """The error of a local worker or of the synchronizer that needs a person; None if there is none."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stops serving, and ends the local workers."""
 
 
 class SynchronizerFailed(RunStopped):
@@ -237,6 +248,7 @@ def serves_here(spec: "ServeSpec", ray: str) -> bool:
 
 
 def engine_for(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | None" = None) -> Engine:
+    """Begins to serve the run with `local` workers: in this process, or with Ray if it is installed or its address is given."""
     if serves_here(spec, ray):
         return HereEngine(spec, local, child)
     from heloco.cluster.ray import RaySupervisor
@@ -290,6 +302,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
 
 
 def how_to_go_on(spec: "ServeSpec") -> str:
+    """What a person reads after a stop: the command that continues the run."""
     if spec.for_restart() is spec and spec.config:
         return f"Stopped before a machine brought a model: the same command with --out {spec.folder} starts again."
     return f"Stopped and saved. `heloco serve {spec.folder}` goes on."
@@ -309,6 +322,7 @@ def is_heard(status: "Status") -> bool:
 
 
 def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
+    """Prints how machines join, look at and control the run. Prints nothing without a gateway."""
     if not engine.address:
         return
     address, worker = reachable(engine.address, spec), engine.token("worker")

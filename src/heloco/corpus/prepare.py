@@ -111,22 +111,22 @@ def _folder_recipe(source: SourceFiles, limit_bytes: int | None, field: str, cac
 
 def _write(recipe: Recipe, place: Path, coder: Tokenizer, progress: Progress | None) -> Entry:
     meter = Meter()
-    with EntryWriter(place, token_dtype(coder.vocab_size)) as entry:
+    with EntryWriter(place, token_dtype(coder.vocab_size)) as writer:
         for batch, encoded in encode_batches(coder, batches(recipe.read(meter), meter)):
-            entry.write(batch.part, encoded.tokens, encoded.text_bytes, len(batch.texts))
+            writer.write(batch.part, encoded.tokens, encoded.text_bytes, len(batch.texts))
             if progress:
                 progress(recipe.name, min(batch.done_bytes, recipe.total_bytes), recipe.total_bytes)
         for part in PARTS:
-            if not entry.count(part).documents:
+            if not writer.count(part).documents:
                 raise UserError(
                     f"The source {recipe.name!r} has no {part} text: its files hold no document. Add text or remove the source."
                 )
-        written = entry.commit(
+        entry = writer.commit(
             {"name": recipe.name, "identity": recipe.identity, "tokenizer": coder.name, "vocabulary": coder.digest}
         )
     if progress:
         progress(recipe.name, recipe.total_bytes, recipe.total_bytes)
-    return written
+    return entry
 
 
 def _corpus(recipes: Sequence[Recipe], entries: Sequence[Entry], coder: Tokenizer) -> Corpus:

@@ -68,13 +68,13 @@ class _ZstdReader(io.RawIOBase):
 @contextmanager
 def open_bytes(path: Path, meter: Meter) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed by its suffix. A damaged or unreadable file is a UserError."""
-    broken: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+    damage_errors: tuple[type[Exception], ...] = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
     if path.suffix == ".zst":
-        broken = (*broken, library("zstandard", "Reading .zst files").ZstdError)
+        damage_errors = (*damage_errors, library("zstandard", "Reading .zst files").ZstdError)
     try:
         with io.BufferedReader(_MeteredFile(path, meter), _BLOCK) as raw:
             yield _decompress(raw, path.suffix)
-    except broken as error:
+    except damage_errors as error:
         raise UserError(
             f"{path} is cut short or damaged as a {path.suffix} file ({error}): copy or download it again."
         ) from error

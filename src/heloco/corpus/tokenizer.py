@@ -36,14 +36,22 @@ class Tokenizer(Protocol):
     name: str
 
     @property
-    def digest(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def end_of_text(self) -> int: ...
+    def digest(self) -> str:
+        """A hash of the vocabulary. Tokenizers with one digest give the same ids."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that ends each document."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, without an end of text."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids, an end of text written out."""
 
 
 class ByteTokenizer:
@@ -201,6 +209,7 @@ def _cores() -> int:
 
 
 def token_dtype(vocab_size: int) -> "np.dtype[np.unsignedinteger[Any]]":
+    """The smallest type of integers that holds every id of a vocabulary: 2 bytes, or 4."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
 
 

@@ -22,7 +22,7 @@ from heloco.run import RunConfig, RunFolder
 from heloco.run.checkpoint import CheckpointState
 from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution
-from heloco.task import Scores, Task, mean_scores
+from heloco.task import Scores, Task, check_scores, mean_scores
 
 
 class StopRequested(Exception):
@@ -249,7 +249,8 @@ class LocalRun:
 def evaluation_record(
     scores: Scores, *, arrival: int, outer_step: int, time_s: float, inner_steps: int, units: int, machine: str = ""
 ) -> EvaluationRecord:
-    """An evaluation's line: where the run was, and what was found."""
+    """An evaluation's line: where the run was, and its scores. Raises UserError if a task gives something else than scores."""
+    scores = check_scores(scores)
     return EvaluationRecord(
         arrival=arrival, outer_step=outer_step, time_s=time_s, inner_steps=inner_steps, units=units, machine=machine,
         mean=finite_measures(mean_scores(scores)), scores={name: finite_measures(measures) for name, measures in scores.items()},

@@ -99,9 +99,9 @@ def without_gradient(p: Tensor, m: Tensor, v: Tensor, factors: Tensor) -> tuple[
         )
         return after
     p, m, v = p.clone(), m.clone(), v.clone()
-    nothing = torch.zeros_like(p)
+    zero_gradient = torch.zeros_like(p)
     for column in factors.to(p.dtype).unbind(1):
-        adamw_move(p, m, v, nothing, column)
+        adamw_move(p, m, v, zero_gradient, column)
     return p, m, v
 
 

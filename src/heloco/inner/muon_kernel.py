@@ -62,12 +62,12 @@ def muon_kernel(
                 tl.store(x + place, part)
             gram += _product(part, tl.trans(part), WIDE)
         rounded = gram.to(tl.bfloat16)
-        mixed = (b * rounded.to(tl.float32) + c * _product(rounded, rounded, WIDE)).to(tl.bfloat16)
+        polynomial = (b * rounded.to(tl.float32) + c * _product(rounded, rounded, WIDE)).to(tl.bfloat16)
         tl.debug_barrier()
         for start in range(0, LONG, STEP):
             place = offsets + start * column_stride
             part = tl.load(x + place)
-            part = (a * part.to(tl.float32) + _product(mixed, part, WIDE)).to(tl.bfloat16)
+            part = (a * part.to(tl.float32) + _product(polynomial, part, WIDE)).to(tl.bfloat16)
             if iteration == ITERATIONS - 1:
                 tl.store(p + place, tl.load(p + place) * decay - size * part.to(tl.float32))
             else:

@@ -38,6 +38,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Moves the parameters that have a gradient. The state of a parameter begins with its first gradient."""
         options, (group,) = self._options, self.param_groups
         trained = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] for p in trained]
@@ -78,6 +79,7 @@ class Muon:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Moves the matrices that have a gradient. The momentum of a matrix begins with its first gradient."""
         options, (group,) = self._options, self.param_groups
         trained = [p for p in group["params"] if p.grad is not None]
         for p in trained:
@@ -110,15 +112,18 @@ class InnerOptimizer:
         self.parameters, self.optimizers = list(parameters), list(optimizers)
 
     def set_lr(self, lr: float) -> None:
+        """Sets the learning rate of all parameters, from the next step on."""
         for group in chain.from_iterable(each.param_groups for each in self.optimizers):
             group["lr"] = lr
 
     def step(self) -> None:
+        """Makes a step of each optimizer and drops the gradients."""
         for each in self.optimizers:
             each.step()
             each.zero_grad()
 
     def load(self, memory: Memory) -> None:
+        """Takes over a copy of the state that `memory` gave, of an optimizer over the same parameters."""
         owners = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
         for name, tensor in memory.items():
             index, key = name.split(".")
@@ -126,12 +131,14 @@ class InnerOptimizer:
             owners[parameter].state[parameter][key] = tensor.clone()
 
     def memory(self) -> Memory:
+        """The state as "INDEX.NAME" -> tensor, by the parameter's index. The tensors are no copies."""
         places: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         states = [(places[p], state) for each in self.optimizers for p, state in each.state.items()]
         return {f"{i}.{key}": value for i, state in states for key, value in state.items()}
 
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> InnerOptimizer:
+    """The optimizer that the options name. With muon, hidden matrices move by Muon and all other parameters by AdamW."""
     parameters = list(model.parameters())
     if options.inner_optimizer == "sgd":
         sgd = torch.optim.SGD(

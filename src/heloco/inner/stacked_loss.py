@@ -102,9 +102,9 @@ class GPTLoss:
 
     def _block(self, x: Tensor, parameters: list[Tensor], length: int) -> Tensor:
         sequences = x.shape[0] * x.shape[1] // length
-        mixed = self._before(x, *parameters[:4])
-        attended = attend(mixed.view(sequences, length, 3, self.config.heads, -1)).view(x.shape)
-        return self._after(x, attended, *parameters[4:])
+        qkv = self._before(x, *parameters[:4])
+        attention_output = attend(qkv.view(sequences, length, 3, self.config.heads, -1)).view(x.shape)
+        return self._after(x, attention_output, *parameters[4:])
 
 
 def _inputs(batch: Tensor) -> Tensor:
@@ -116,10 +116,10 @@ def _before_attention(x: Tensor, norm: Tensor, norm_b: Tensor, qkv: Tensor, qkv_
 
 
 def _after_attention(
-    x: Tensor, attended: Tensor, out: Tensor, out_b: Tensor, norm: Tensor, norm_b: Tensor,
+    x: Tensor, attention_output: Tensor, out: Tensor, out_b: Tensor, norm: Tensor, norm_b: Tensor,
     up: Tensor, up_b: Tensor, down: Tensor, down_b: Tensor,
 ) -> Tensor:  # fmt: skip
-    x = x + _linear(attended, out, out_b)
+    x = x + _linear(attention_output, out, out_b)
     return x + _linear(F.gelu(_linear(_normalise(x, norm, norm_b), up, up_b)), down, down_b)
 
 

@@ -17,7 +17,7 @@ class ShardView(Protocol):
     @property
     def visits(self) -> int: ...  # rounds handed out from it
     @property
-    def taken(self) -> int: ...  # windows handed out from it
+    def windows_taken(self) -> int: ...  # windows handed out from it
 
 
 Choose = Callable[[int, int, Sequence[ShardView]], int]
@@ -55,8 +55,8 @@ class Liu:
         self.seed = seed
 
     def probabilities(self, shards: Sequence[ShardView]) -> list[float]:
-        size, windows_taken = sum(s.windows for s in shards), sum(s.taken for s in shards)
-        lag = [max(s.windows / size - (s.taken / windows_taken if windows_taken else 0.0), 0.0) for s in shards]
+        size, total_taken = sum(s.windows for s in shards), sum(s.windows_taken for s in shards)
+        lag = [max(s.windows / size - (s.windows_taken / total_taken if total_taken else 0.0), 0.0) for s in shards]
         total = sum(lag)  # 0 only when all shards are exactly on par: then by size
         return [x / total for x in lag] if total > 0 else [s.windows / size for s in shards]
 

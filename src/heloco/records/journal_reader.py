@@ -143,6 +143,7 @@ def _checked_line(line: bytes, mark: Mark, path: Path) -> tuple[Event, Mark]:
 
 
 def seal_of(previous: str, body: bytes) -> str:
+    """The hash at the end of a line: of the line and the seal before it, so of all lines up to here."""
     return hashlib.blake2b(previous.encode() + body, digest_size=6).hexdigest()
 
 

@@ -7,8 +7,14 @@ evals.jsonl           a line per evaluation (`evaluations.EvaluationRecord`)
 checkpoints/          the newest two, each whole
 journal/              events of a run on real machines (`journal`)
 run-id                a random id of a run on real machines
+credentials/          tokens and certificate of a served run
+incoming/             uploads under way
+model.partial         the model that a machine brings, while it is sent
+workers/              what the workers that `heloco serve` starts keep and print
 """
 
 CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
 RUN_ID = "run-id"
-NAMES = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, RUN_ID)
+CREDENTIALS, INCOMING, MODEL_PARTIAL = "credentials", "incoming", "model.partial"
+WORKERS = "workers"
+NAMES = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, RUN_ID, CREDENTIALS, INCOMING, MODEL_PARTIAL)

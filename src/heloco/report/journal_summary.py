@@ -8,7 +8,7 @@ from heloco.errors import UserError
 from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Pause, PauseKind, Resume
 from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, first_mark, read_events, segments
 
-PARTINGS = {"left": "left", "lost": "lost", "turned-away": "turned away", "evicted": "evicted"}
+DEPARTURES = {"left": "left", "lost": "lost", "turned-away": "turned away", "evicted": "evicted"}
 
 
 class JournalTail:
@@ -55,7 +55,7 @@ class PauseSpan:
 
 
 @dataclass
-class Parting:
+class Departure:
     """How and when a machine left the run."""
 
     kind: str
@@ -68,7 +68,7 @@ class JournalSummary:
     """Follows the journal event by event. `changes` grows with what a reader would notice."""
 
     pauses: list[PauseSpan] = field(default_factory=list)
-    parted: dict[str, Parting] = field(default_factory=dict)
+    departures: dict[str, Departure] = field(default_factory=dict)
     """A machine's id -> how it went; who is here is not in it."""
     changes: int = 0
     time_s: float = 0.0
@@ -92,9 +92,9 @@ class JournalSummary:
             if isinstance(event, Pause):
                 self.pauses.append(PauseSpan(self.time_s, event.kind, event.text))
         elif isinstance(event, Join):
-            self.changes += self.parted.pop(event.machine, None) is not None
+            self.changes += self.departures.pop(event.machine, None) is not None
         elif isinstance(event, Part):
-            self.parted[event.machine] = Parting(PARTINGS[event.kind], self.time_s, event.text)
+            self.departures[event.machine] = Departure(DEPARTURES[event.kind], self.time_s, event.text)
             self.changes += 1
         return None
 

@@ -56,6 +56,8 @@ class Feed:
         self.data = page_data(runs)
         self.version = time.time_ns() // 1_000_000  # above all versions of an earlier process, which an open page may know
         self.over = False
+        self._is_behind = False
+        """Whether the runs have been read further than the data shows."""
         self._everything = ""
         self._html, self._html_version = b"", -1
         self._rendering = asyncio.Lock()
@@ -97,10 +99,12 @@ class Feed:
         """The data and its changes, if there is anything new. What can no longer be read is said on the page, which keeps what it
         had."""
         try:
-            has_grown = [run.refresh() for run in self.runs]
-            if not any(has_grown):
+            for run in self.runs:
+                self._is_behind |= run.refresh()
+            if not self._is_behind:
                 return None
             data = page_data(self.runs)
+            self._is_behind = False
         except UserError as error:
             if str(error) in self.data["notes"]:
                 return None

@@ -45,13 +45,13 @@ def _machines_table(runs: Sequence[Run]) -> TableData:
 
 
 def _machine_cells(run: Run, machine: MachineSummary) -> list[Cell]:
-    summary, parting = run.summary, run.journal.parted.get(machine.id)
-    parting_note = f"{parting.kind} at {duration(parting.time_s)}: {parting.reason}" if parting else ""
+    summary, departure = run.summary, run.journal.departures.get(machine.id)
+    departure_note = f"{departure.kind} at {duration(departure.time_s)}: {departure.reason}" if departure else ""
     last = "–" if machine.last_s is None else f"arrival {machine.last_arrival:,} at {duration(machine.last_s)}"
     pace = "–" if machine.measured_s is None else f"{machine.measured_s:.3g}"
     return [
         Cell(", ".join(map(str, sorted(machine.workers))) or "–"), Cell(f"{machine.arrivals:,}"),
-        Cell(f"{summary.share(machine):.1%}"), Cell(f"{summary.recent_share(machine):.1%}"), Cell(last, parting_note),
+        Cell(f"{summary.share(machine):.1%}"), Cell(f"{summary.recent_share(machine):.1%}"), Cell(last, departure_note),
         Cell(f"{machine.refused:,}"), Cell(number(machine.mean_staleness if machine.arrivals else None, 2)), Cell(pace),
     ]  # fmt: skip
 

@@ -62,14 +62,15 @@ def settings_table(runs: Sequence[Run]) -> TableData:
     """The settings in which the runs differ; of a single run all of them."""
     columns = [{f"{section}.{name}": v for section, entries in run.config.items() for name, v in entries.items()} for run in runs]
     names = list(dict.fromkeys(name for settings in columns for name in settings))
-    differing = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
+    names_that_differ = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
     rows = [
         [Cell(name), *(Cell(_setting_text(settings.get(name))) for settings in columns)]
-        for name in (names if len(runs) == 1 else differing)
+        for name in (names if len(runs) == 1 else names_that_differ)
     ]
     if len(runs) == 1:
         return TableData("Settings", ["setting", runs[0].name], rows)
-    caption = f"The other {len(names) - len(differing)} settings are the same in all runs. –: the setting is not of that method."
+    shared_count = len(names) - len(names_that_differ)
+    caption = f"The other {shared_count} settings are the same in all runs. –: the setting is not of that method."
     return TableData("Settings that differ", ["setting", *(run.name for run in runs)], rows, caption)
 
 

@@ -21,7 +21,7 @@ from heloco.errors import UserError
 from heloco.wire.layout import Layout, Stored, write
 
 KEEP = 2
-FORMAT = 3
+FORMAT = 4
 TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 
 

@@ -321,12 +321,12 @@ def _check_cluster(config: ClusterConfig) -> None:
         raise UserError(f"min_workers is {config.min_workers}: give a number ≥ 1.")
     if config.participation < 0:
         raise UserError(f"participation is {config.participation}: give a number of arrivals, or 0.")
-    for name, least in (
+    for name, minimum in (
         ("give_up_after_s", 0.0), ("beat_s", 0.01), ("patience", 2.0), ("journal_gb", 0.0), ("round_limit_s", 1.0),
         ("model_limit_gb", 0.0),
     ):  # fmt: skip
-        if not least <= getattr(config, name) < math.inf:
-            raise UserError(f"{name} is {getattr(config, name)}: give a finite number of at least {least:g}.")
+        if not minimum <= getattr(config, name) < math.inf:
+            raise UserError(f"{name} is {getattr(config, name)}: give a finite number of at least {minimum:g}.")
 
 
 def _resolve_model(whole: RunConfig) -> ModelConfig:

@@ -19,7 +19,7 @@ FORMAT = 1
 give another run, or a run another record."""
 EQUAL_STEPS = "equal_steps"
 """A setting of studies alone, see `_with_equal_steps`."""
-APART = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
+NEUTRAL_SETTINGS = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
 """Settings that make no other run: where and how often it is saved, and what the data's own digest says better."""
 
 
@@ -162,7 +162,7 @@ def _without_idle_settings(config: RunConfig) -> RunConfig:
 def settings_of(config: RunConfig) -> Settings:
     """The settings that decide what a run does on the same data, by name."""
     sections = deciding_settings(config).values()
-    return {name: value for section in sections for name, value in section.items() if name not in APART}
+    return {name: value for section in sections for name, value in section.items() if name not in NEUTRAL_SETTINGS}
 
 
 def digest(config: RunConfig, task_digest: str) -> str:

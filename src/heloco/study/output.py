@@ -118,8 +118,8 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
         path.mkdir(parents=True, exist_ok=True)
         files_before = folder.files()
         csvs = {f"{_slug(table.title)}.csv": as_csv(table) for table in tables}
-        drawn = [f"{figure.name}{end}" for figure in figures for end in (".svg", ".png")] if available() else []
-        files = [f"{study.name}.json", "tables.md", *csvs, *drawn, PAGE]
+        figure_files = [f"{figure.name}{end}" for figure in figures for end in (".svg", ".png")] if available() else []
+        files = [f"{study.name}.json", "tables.md", *csvs, *figure_files, PAGE]
         write_atomically(path / MANIFEST, _json(_manifest_of(results, plan, files)))  # first: now the folder is known as ours
         for name in set(files_before) - set(files):
             (path / Path(name).name).unlink(missing_ok=True)
@@ -127,7 +127,7 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
         write_atomically(path / "tables.md", "\n\n".join(map(as_markdown, tables)).encode() + b"\n")
         for name, content in csvs.items():
             write_atomically(path / name, content.encode())
-        for figure in figures if drawn else ():
+        for figure in figures if figure_files else ():
             draw(figure, path)
         page = render_study(study.title, [_introduction(results, plan), *tables, *figures], path)
         write_atomically(path / PAGE, page.encode())

@@ -83,6 +83,23 @@ def register_task(name: str, build: Callable[[Any], Task]) -> None:
     TASKS.register(name, build)
 
 
+def check_scores(scores: Any) -> Scores:
+    """The scores of a user's own task as strings and numbers that every file of the run can hold. Raises UserError if they are
+    none, or if one source has other measures than another."""
+    try:
+        checked = {source: {name: float(value) for name, value in measures.items()} for source, measures in scores.items()}
+        for name in (*checked, *(name for measures in checked.values() for name in measures)):
+            name.encode()
+    except (AttributeError, TypeError, ValueError) as error:
+        example = '{"validation": {"loss": 1.5}}'
+        raise UserError(
+            f"The task's evaluation gave {scores!r:.200}: give a dict with a dict of numbers for each source, such as {example}."
+        ) from error
+    if len({frozenset(measures) for measures in checked.values()}) > 1:
+        raise UserError(f"The task's evaluation gave {scores!r:.200}: each source must have the same measures.")
+    return checked
+
+
 def mean_scores(scores: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """The plain mean over what was evaluated, measure by measure."""
     measures = next(iter(scores.values()), {})

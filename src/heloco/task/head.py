@@ -1,6 +1,7 @@
 """A language model's head and its loss, for one model or a stack of them: x [S, T, width], words [S, V, width] -> losses [S, T].
 
 On a GPU, where matrix products may round their operands (TF32), the logits never lie in memory: see `head_kernels`.
+Liger and cut-cross-entropy do the same for one model, and a stack has a dimension of models.
 """
 
 import functools

@@ -55,10 +55,12 @@ def blocks_of(kind: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def is_of_kind(kind: str, name: str) -> bool:
+    """Whether this is the name of a block of this kind."""
     return name.startswith(f"{kind}.")
 
 
 def count_blocks(kind: str, names: Iterable[str]) -> int:
+    """How many of these are names of blocks of this kind."""
     return sum(is_of_kind(kind, name) for name in names)
 
 
@@ -68,13 +70,13 @@ def name_outer_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {f"{OUTER_STATE}.{index}.{name}": value for index, name, value in each if isinstance(value, Tensor)}
 
 
-def outer_states_of(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """The inverse: a block's index -> what the outer rule keeps of it."""
-    states: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if is_of_kind(OUTER_STATE, key):
-            _, index, name = key.split(".", 2)
-            states.setdefault(int(index), {})[name] = tensor
+def outer_states_in(names: Iterable[str]) -> dict[int, dict[str, str]]:
+    """The inverse for names: a block's index -> the parts of the outer rule's state of it, each with the name of its tensor."""
+    states: dict[int, dict[str, str]] = {}
+    for tensor_name in names:
+        if is_of_kind(OUTER_STATE, tensor_name):
+            _, index, part = tensor_name.split(".", 2)
+            states.setdefault(int(index), {})[part] = tensor_name
     return states
 
 

@@ -48,6 +48,7 @@ class MachineIdentity:
             return
 
     def keep(self, ticket: Ticket) -> None:
+        """Writes the ticket to the locked file, so that the next process can come back as this machine."""
         self.ticket = ticket
         if self._file is not None:
             content = msgspec.json.encode(ticket)

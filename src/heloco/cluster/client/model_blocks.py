@@ -57,6 +57,7 @@ class ModelBlocks:
         return [buffer for buffer in current if buffer is not None]
 
     def tensors(self) -> Iterator[Tensor]:
+        """All parameters, then all buffers, as they are now."""
         yield from self.parameters.values()
         yield from self.buffers()
 
@@ -66,10 +67,12 @@ class ModelBlocks:
         return blocks.name_start([p.detach() for p in self.parameters.values()], buffers)
 
     def trained_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer moves at least one parameter of the model."""
         block_ids = {id(p) for p in self.parameters.values()}
         return any(id(p) in block_ids for group in optimizer.param_groups for p in group["params"])
 
     def check_finite(self) -> None:
+        """Raises UserError if a parameter holds NaN or Inf."""
         for name, parameter in self.parameters.items():
             if not all_finite([parameter]):
                 raise UserError(f"The parameter {name!r} holds NaN or Inf: a run cannot begin with this model.")

@@ -39,6 +39,7 @@ class Ranks:
         return value
 
     def spread(self, tensors: Iterator[Tensor]) -> None:
+        """Copies these tensors of rank 0 to all other ranks, in place."""
         if self.size > 1:
             for tensor in tensors:
                 torch.distributed.broadcast(tensor.detach(), src=0)

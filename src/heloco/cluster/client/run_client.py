@@ -73,6 +73,7 @@ class TakenRound:
 
     @property
     def key(self) -> RoundKey:
+        """The worker, round and version that every request about this round names."""
         return self.assignment.key
 
 
@@ -122,6 +123,7 @@ class RunClient:
         return self._with_retries(self.link.describe)
 
     def join(self) -> Joined:
+        """Joins the run, or comes back as the same machine, and then gives signs of life until `leave`."""
         joined = self._enter()
         self._beats = threading.Thread(target=self._beat, name="heloco-beats", daemon=True)
         self._beats.start()
@@ -144,6 +146,7 @@ class RunClient:
 
     @property
     def joined(self) -> Joined:
+        """The run's answer to the last join. Call `join` first."""
         assert self._joined is not None, "join comes first"
         return self._joined
 
@@ -248,6 +251,7 @@ class RunClient:
         return None
 
     def abandon(self, text: str) -> None:
+        """Gives the current round back, with the reason in `text`. Its data is handed out again."""
         with contextlib.suppress(NotHeld):
             self._call(lambda ticket: self.link.abandon(ticket, text))
         self._hold(None)

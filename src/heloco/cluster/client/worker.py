@@ -102,14 +102,14 @@ class Worker:
                     tensor.copy_(theirs)
         return {source: finite_measures(measures) for source, measures in self.inner.task.evaluate(model).items()}
 
-    def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, **options: Any) -> str:
+    def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, patience_s: float = 3600.0) -> str:
         """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round.
-        `evaluates`: also evaluates models of the run between rounds."""
+        `evaluates`: also evaluates models of the run between rounds. `patience_s`: how long to try to reach the run again."""
         identity = MachineIdentity(run, name)
         step_s = self.warm_up()
         client = self._client = RunClient(
             link, name, returning=identity.ticket, keep_ticket=identity.keep, is_stopping=lambda: self.stop_requested is not None,
-            tell=self.tell, evaluate=self.evaluate if evaluates else None, **options,
+            tell=self.tell, evaluate=self.evaluate if evaluates else None, patience_s=patience_s,
         )  # fmt: skip
         outcome = "nothing was under way"
         try:

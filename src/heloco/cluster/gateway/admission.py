@@ -186,7 +186,7 @@ class Admission:
         (self._admitted if visitor.is_admitted else self._strangers).discard(visitor)
         if not visitor.is_admitted:
             self._fruitless.take(visitor.address)
-        visitor.end = _nothing
+        visitor.end = _end_nothing
         self.closed += 1
 
     def _send_away(self, crowd: Crowd, visitor: Visitor) -> None:
@@ -194,7 +194,7 @@ class Admission:
         visitor.end()
 
 
-def _nothing() -> None:
+def _end_nothing() -> None:
     """There is nothing left to end."""
 
 

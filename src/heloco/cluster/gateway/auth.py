@@ -67,7 +67,7 @@ class Auth:
 
     def __init__(self, app: Any, tokens: TokenBook) -> None:
         self.app, self.tokens = app, tokens
-        self._wrong = Buckets(WRONG_PER_S, WRONG_BURST)
+        self._wrong_credentials = Buckets(WRONG_PER_S, WRONG_BURST)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -93,7 +93,7 @@ class Auth:
 
         Valid credentials are never limited, because many machines may share one address."""
         address = (scope.get("client") or ("",))[0]
-        is_tolerated = not credentials or self._wrong.take(address)
+        is_tolerated = not credentials or self._wrong_credentials.take(address)
         must_close = not is_tolerated or unread(scope) > DISCARDED
         await answer(send, 401 if is_tolerated else 429, [(b"connection", b"close")] if must_close else [])
 

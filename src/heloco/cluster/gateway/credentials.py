@@ -17,7 +17,6 @@ from heloco.errors import UserError
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate, GeneralName
 
-FOLDER = "credentials"
 CERTIFICATE, KEY = "certificate.pem", "key.pem"
 BEGIN, END = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
 """A certificate that we make never expires, so that a token stays valid. The end date is RFC 5280's value for "never"."""
@@ -62,6 +61,7 @@ class Credentials:
 
 
 def fingerprint_of(der: bytes) -> str:
+    """SHA-256 of a certificate in DER, by which a machine recognises the gateway."""
     return hashlib.sha256(der).hexdigest()
 
 

@@ -2,6 +2,7 @@
 
 head_main      Ray's own processes, as a child that ends with its parent
 ray_cluster    starting Ray for a run, or joining a Ray that runs: addresses, token, TLS
+ray_options    how a supervisor starts Ray, or joins one
 probe          finds what is wrong with an address, before Ray itself tries it for minutes
 actor          the service as actor calls
 replies        the actor's replies, and what else both of its sides know

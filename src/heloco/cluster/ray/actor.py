@@ -68,6 +68,7 @@ class Late(Exception):
 
 
 def reply_to(ask: Callable[[], T]) -> Reply[T]:
+    """Calls `ask`. An error that the other side must understand becomes a reply, because Ray would wrap it in its own."""
     try:
         return Answer(ask())
     except Refused as error:
@@ -120,6 +121,7 @@ class SynchronizerActor:
     # ---- requests without tensors
 
     def ask(self, request: str, *arguments: Any) -> Reply[Any]:
+        """Answers a request without tensors by the method of the `RunHost` that `CALLS` names."""
         return reply_to(lambda: operator.attrgetter(CALLS[request])(self.host)(*arguments))
 
     def describe(self) -> Reply[RunInfo]:
@@ -258,6 +260,7 @@ def _put(path: Path) -> list[Any]:
 
 
 def forget_array(array: npt.NDArray[np.uint8]) -> None:
+    """Gives the memory of a mapped array back to the system. What is read again comes from its file or from Ray's store."""
     drop_mapped_pages(array.ctypes.data, array.nbytes)
 
 

@@ -15,6 +15,7 @@ parent_ended = threading.Event()
 
 
 def end_with_parent() -> None:
+    """Waits until the parent has ended, and then ends this process as SIGTERM does."""
     sys.stdin.buffer.read()  # only the parent has the other end of this pipe, so it closes when the parent ends
     parent_ended.set()
     os.kill(os.getpid(), signal.SIGTERM)

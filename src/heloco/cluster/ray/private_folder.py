@@ -92,6 +92,7 @@ class PrivateFolder:
             return ""
 
     def remove(self) -> None:
+        """Deletes the folder with all its files. A folder that is not ours any more is left as it is."""
         with contextlib.suppress(OSError, UserError):
             self.check()
             shutil.rmtree(self.path, ignore_errors=True)

@@ -43,6 +43,7 @@ def probe(address: str, token: str, tls: "Tls | None", *, client: bool = False) 
 
 
 def split(address: str) -> tuple[str, int]:
+    """The host and port of a Ray cluster. Raises UserError for anything but HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"{address!r} is not the address of a Ray cluster: give HOST:PORT.")
@@ -50,6 +51,7 @@ def split(address: str) -> tuple[str, int]:
 
 
 def listens(host: str, port: int) -> bool:
+    """Whether anything accepts connections at this address."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=ANSWER_S):
         return True
     return False

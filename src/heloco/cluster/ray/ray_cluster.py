@@ -3,19 +3,15 @@ listens on loopback alone unless configured otherwise, and beyond loopback uses 
 """
 
 import contextlib
-import ctypes
 import importlib
 import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +23,12 @@ from heloco.cluster.ray.ray_internals import (
     COMMAND,
     KEEPALIVE,
     LOOPBACK_ONLY,
+    NO_FORK_SUPPORT,
+    NO_MONITOR,
     PINGS,
     QUIET,
     is_node_here,
+    keep_sigterm_handler,
     reread_settings,
     silence_deaths,
     versions_in,
@@ -41,7 +40,6 @@ STORE_MINIMUM_BYTES = 150_000_000
 START_S, STOP_S = 90.0, 20.0
 LOOPBACK = ("127.0.0.1", "localhost")
 TLS_FILES = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ class Cluster:
         started at once, and a call in between must not start a third one."""
         ray = require_ray()
         if self._is_connected:
-            with contextlib.suppress(Exception), _own_signals():  # Ray may be gone already
+            with contextlib.suppress(Exception), keep_sigterm_handler():  # Ray may be gone already
                 ray.shutdown()
             self._is_connected = False
         if self.process is not None:
@@ -182,10 +180,9 @@ def _start(
         sys.executable, "-P", str(Path(__file__).with_name("head_main.py")), str(folder.path), COMMAND,
         "--head", "--block", "--disable-usage-stats",
         f"--port={port}", f"--node-ip-address={host}", f"--ray-client-server-port={client_port}", "--include-dashboard=false",
-        f"--temp-dir={folder.rays_own}", f"--object-store-memory={store}", "--include-log-monitor=false", "--no-monitor",
+        f"--temp-dir={folder.rays_own}", f"--object-store-memory={store}", "--include-log-monitor=false", NO_MONITOR,
     ]  # fmt: skip
-    # Ray forks a server for each client while gRPC's threads run. With gRPC's fork support, one in twenty does not start.
-    environment = os.environ | {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+    environment = os.environ | NO_FORK_SUPPORT
     folder.check()
     with (folder.path / START_LOG).open("wb") as log:
         cluster.process = subprocess.Popen(
@@ -250,7 +247,7 @@ def ray_settings(*, token: str = "", token_file: Path | None = None, tls: Tls | 
 
 
 def _connect(ray: Any, cluster: Cluster, address: str) -> None:
-    with _own_signals():
+    with keep_sigterm_handler():
         for last in (False, False, True):
             try:
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
@@ -277,21 +274,6 @@ def translate(error: RuntimeError, address: str) -> UserError:
 
 def _words(error: BaseException) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
-    """Restores our SIGTERM handler, which `ray.init` replaces and `ray.shutdown` removes. When Ray is started again, this runs
-    outside the main thread, where Python does not allow setting a handler but the system does."""
-    action = ctypes.create_string_buffer(512)  # larger than a struct sigaction
-    _libc.sigaction(signal.SIGTERM, None, action)
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
-        _libc.sigaction(signal.SIGTERM, action, None)
 
 
 class _Environment:

@@ -2,9 +2,14 @@
 pinned. `tests/cluster/test_ray_internals.py` fails when a new version has other names.
 """
 
+import contextlib
+import ctypes
 import importlib
 import os
 import re
+import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 KEEPALIVE = {
@@ -22,6 +27,12 @@ QUIET = {
 }
 COMMAND = "ray.scripts.scripts"
 """The module with Ray's command line. `head_main.py` calls it in its own process, because the command `ray` would outlive it."""
+NO_MONITOR = "--no-monitor"
+"""A hidden option of `ray start`. Without it the head also runs the autoscaler, which adds and removes machines in a cloud.
+Our runs do not use that. It takes 80 MB, and stopping Ray then takes a second longer."""
+NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
+"""For the environment of `ray start`. The head forks a server for each client while threads of gRPC run. With gRPC's fork
+support, one server in twenty does not start."""
 ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which it writes its address when it is up. Ray has no call that waits for that."""
 CLUSTER_REQUEST, CLIENTS_REQUEST = "/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo"
@@ -49,6 +60,23 @@ def silence_deaths() -> None:
     """Otherwise Ray prints a line for every process of ours that dies."""
     logging: Any = importlib.import_module("ray._private.ray_logging")
     logging.stdout_deduplicator.skip_re = re.compile("")
+
+
+@contextlib.contextmanager
+def keep_sigterm_handler() -> Iterator[None]:
+    """Restores our SIGTERM handler at the end. `ray.init` replaces it. `ray.shutdown` removes it from the system, but Python
+    still reports it as set. When Ray is started again, this runs outside the main thread, where Python does not allow setting
+    a handler but the system does."""
+    libc = ctypes.CDLL(None)
+    action = ctypes.create_string_buffer(512)  # larger than a struct sigaction
+    libc.sigaction(signal.SIGTERM, None, action)
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        libc.sigaction(signal.SIGTERM, action, None)
 
 
 def reread_settings() -> None:

@@ -19,8 +19,9 @@ from heloco.cluster.protocol.messages import Ended, Paused, Right, Status
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.ray.actor import make_actor
 from heloco.cluster.ray.probe import split
-from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, require_ray, start_ray
+from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, require_ray
 from heloco.cluster.ray.ray_link import RayLink
+from heloco.cluster.ray.ray_options import RayOptions
 from heloco.cluster.ray.replies import NAME, Answer, Begun, Reply
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.ray.workers import WorkerHandle, WorkerStatus, start_worker
@@ -29,8 +30,7 @@ from heloco.errors import RunStopped, UserError
 from heloco.records.events import EndKind
 
 log = logging.getLogger("heloco.ray")
-LOOK_S = 0.5
-NAME_FREE_S, ENDING_S = 20.0, 2.0
+LOOK_S, NAME_FREE_S, ENDING_S = 0.5, 20.0, 2.0
 CLOSE_S, WORKERS_END_S = 60.0, 15.0
 RESTART_LIMIT = 5
 """How often the synchronizer or the local workers are restarted without an arrival in between, before the supervisor gives up."""
@@ -51,10 +51,10 @@ class RaySupervisor:
         threads: int = 0,
         name: str = NAME,
         tell: Callable[[str], Any] = print,
-        **ray: Any,
+        ray: RayOptions | None = None,
     ) -> None:
         """`address`: a Ray cluster to join. `cluster`: one that is connected already, and stays connected. `threads`: number of
-        threads of the synchronizer. `ray`: further options for `start_ray`."""
+        threads of the synchronizer. `ray`: where Ray listens, and what protects it."""
         self.spec, self.keep, self.tell, self.name = spec, keep, tell, name
         self.address = ""
         """Address of the gateway; empty if the spec has none."""
@@ -84,8 +84,8 @@ class RaySupervisor:
         self._watcher: threading.Thread | None = None
         self._vain_restarts, self._arrivals = 0, 0
         self._ray, self._own_cluster = require_ray(), cluster is None
-        self._options = {"store_bytes": store_bytes(spec), "run": Path(spec.folder), **ray}
-        self.cluster: Cluster = cluster or start_ray(address, **(ray if address else self._options))
+        self._options, self._store_bytes = ray or RayOptions(), store_bytes(spec)
+        self.cluster: Cluster = cluster or self._options.start(address, store_bytes=self._store_bytes, run=Path(spec.folder))
         self._start(workers)
 
     def _start(self, workers: int) -> None:
@@ -264,11 +264,11 @@ class RaySupervisor:
 
     def _new_ray(self) -> None:
         """Starts Ray again, at the same addresses."""
-        ports = {"port": split(self.cluster.address)[1], "client_port": split(self.cluster.client_address)[1]}
+        options = replace(self._options, port=split(self.cluster.address)[1], client_port=split(self.cluster.client_address)[1])
         self._workers.clear()
         self.cluster.stop(for_good=False)
         self._actor = None
-        self.cluster = start_ray(**{**self._options, **ports})
+        self.cluster = options.start(None, store_bytes=self._store_bytes, run=Path(self.spec.folder))
 
     def _handle_worker_end(self, worker: WorkerHandle) -> None:
         with self._lock:

@@ -109,13 +109,18 @@ class Administration:
             return state.run
 
     def _save(self, run: JournaledRun) -> None:
-        """Writes a checkpoint, and waits for it without the lock. The housekeeper may notice its end before this does."""
+        """Writes a checkpoint, and waits for it without the lock. Without room on the disk the run has none of this moment: the
+        journal has everything."""
         checkpoints.wait_for_saving(run)  # one that was begun before the stop
-        with self.state.recording():
+        with self.state.recording(), checkpoints.tolerate_full_disk():
             checkpoints.finish_saving(run)
+        saving = None
+        with self.state.recording(), checkpoints.tolerate_full_disk():
             saving = run.saving or checkpoints.begin_saving(run)
+        if saving is None:
+            return
         wait([saving])
-        with self.state.recording():
+        with self.state.recording(), checkpoints.tolerate_full_disk():
             checkpoints.finish_saving(run)
             saving.result()
 

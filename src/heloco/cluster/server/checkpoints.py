@@ -7,7 +7,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as futures_wait
 from pathlib import Path
@@ -18,8 +18,8 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
-from heloco.disk import make_durable
-from heloco.errors import UserError
+from heloco.disk import FULL, make_durable
+from heloco.errors import DiskError, UserError
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import Mark
 from heloco.run import RunFolder, checkpoint
@@ -128,6 +128,17 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
     if run.saving is not None and (wait or run.saving.done()):
         saving, run.saving = run.saving, None
         run.saved_at = saving.result()
+
+
+@contextlib.contextmanager
+def tolerate_full_disk() -> Iterator[None]:
+    """Logs that a checkpoint could not be made because the disk is full. The run loses nothing: its journal has everything."""
+    try:
+        yield
+    except (DiskError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in FULL:
+            raise
+        log.warning("No checkpoint could be made: %s", error)
 
 
 def replays_from_the_start(folder: RunFolder) -> bool:

@@ -38,13 +38,14 @@ class DerivedLines:
         """Writes the records that wait for room on the disk, in order. True if none is left waiting."""
         with self._lock:
             while self._waiting:
+                record = self._waiting.popleft()
                 try:
-                    self._write(self._waiting[0])
+                    self._write(record)
                 except OSError as error:
+                    self._waiting.appendleft(record)
                     if error.errno not in FULL + SCARCE:
                         raise
                     return False
-                self._waiting.popleft()
             return True
 
     def _write(self, record: ArrivalRecord | EvaluationRecord) -> None:

@@ -29,7 +29,7 @@ from heloco.disk import file_digest
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.run_files import EVALS
 from heloco.run.folder import whole_lines
-from heloco.task import Scores
+from heloco.task import Scores, check_scores
 from heloco.wire.layout import Layout, write
 
 FOLDER = "evaluating"
@@ -98,6 +98,8 @@ class EvaluationQueue:
         """Arrivals whose models are being copied to their files."""
         self._models: dict[int, Path] = {}
         """Arrival -> the file of its model. Its digest is in its name, as a power cut may have changed its content."""
+        self._surplus: list[Path] = []
+        """Files of models that were evaluated or left out."""
         self._earlier: dict[int, EvaluationRecord] = {}
         """Arrival -> its line, if that was written after the checkpoint from which the run was resumed."""
         self._is_evaluating = False
@@ -135,9 +137,9 @@ class EvaluationQueue:
         self._remove_model(due)
 
     def _remove_model(self, due: EvaluationDue) -> None:
+        """Leaves the file to the thread: it is as large as the model, and arrivals wait for `_changed`."""
         if path := self._models.pop(due.arrival, None):
-            with contextlib.suppress(OSError):  # the next start of the run removes what is left
-                path.unlink()
+            self._surplus.append(path)
 
     def _copy(self, due: EvaluationDue, tensors: Mapping[str, Tensor], leave: Callable[[], None]) -> None:
         name, digest = f"arrival-{due.arrival:08d}", xxhash.xxh3_128()
@@ -255,20 +257,31 @@ class EvaluationQueue:
             scores = self._score(due)
             with self._changed:
                 self._is_evaluating = False
-                if self._is_over:
-                    return
-                self._finish(due, scores)
+                if not self._is_over:
+                    self._finish(due, scores)
 
     def _next(self) -> EvaluationDue | None:
-        """The next evaluation that is not left to a machine. None at the end."""
-        with self._changed:
-            while not self._is_over:
-                due = self._due[0] if self._due else None
-                if due and due.arrival not in self._copy_arrivals and not (due.arrival in self._models and self._is_a_machines()):
-                    self._is_evaluating = True
-                    return due
-                self._changed.wait(LOOK_EVERY_S if self._due else None)
-        return None
+        """The next evaluation that is not left to a machine. None at the end. Before that, files that are no longer needed are
+        removed."""
+        while True:
+            with self._changed:
+                surplus, self._surplus = self._surplus, []
+                if not surplus:
+                    if self._is_over:
+                        return None
+                    if self._is_first_due_here():
+                        self._is_evaluating = True
+                        return self._due[0]
+                    self._changed.wait(LOOK_EVERY_S if self._due else None)
+            for path in surplus:
+                with contextlib.suppress(OSError):  # the next start of the run removes what is left
+                    path.unlink()
+
+    def _is_first_due_here(self) -> bool:
+        due = self._due[0] if self._due else None
+        if due is None or due.arrival in self._copy_arrivals:
+            return False
+        return not (due.arrival in self._models and self._is_a_machines())
 
     def _is_a_machines(self) -> bool:
         return self._is_lent() or self.is_left_to(None)
@@ -278,7 +291,7 @@ class EvaluationQueue:
         if path is None:
             return None
         try:
-            return self._scorer(path)
+            return check_scores(self._scorer(path))
         except Exception as error:  # a task is the user's own code
             if not self._is_over:
                 log.warning("The evaluation at arrival %d failed: %s", due.arrival, error, exc_info=error)
@@ -287,7 +300,7 @@ class EvaluationQueue:
     def _record_line(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
         try:
             self._record(due, scores, machine)
-        except Exception as error:  # a full disk, or scores of the user's own task that have no mean
+        except OSError as error:
             log.warning("The evaluation at arrival %d was left out: its line could not be written (%s).", due.arrival, error)
 
     # ---- the end

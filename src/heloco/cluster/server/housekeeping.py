@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
 
 TICK_S = 0.2
+CHECKPOINT_REST_S = 10.0
+"""After a checkpoint that could not be made, the next one is tried after this time: a copy of the model that is bound to fail
+takes the room that contributions need."""
 STANDSTILL_S = 2.0
 """If more time than this passes between two ticks, the process itself stood still and could not hear any machine."""
 log = logging.getLogger("heloco.server")
@@ -28,6 +32,7 @@ class Housekeeping:
         self._ticked_s = 0.0
         self._told_at = -1
         """The arrival at which it was said last that no checkpoint could be made."""
+        self._no_checkpoint_until_s = -math.inf
 
     def take_up(self) -> None:
         self._ticked_s = self.state.now_s
@@ -72,7 +77,8 @@ class Housekeeping:
             checkpoints.wait_for_saving(run)
         with self.state.changed:
             self._try(lambda: checkpoints.finish_saving(run))
-            self._try(lambda: checkpoints.save_if_due(run))
+            if wait or self.state.now_s >= self._no_checkpoint_until_s:
+                self._try(lambda: checkpoints.save_if_due(run))
         if wait:
             checkpoints.wait_for_saving(run)
             with self.state.changed:
@@ -89,6 +95,7 @@ class Housekeeping:
         except (UserError, OSError) as error:
             if isinstance(error, OSError) and error.errno not in FULL + SCARCE:
                 raise
+            self._no_checkpoint_until_s = self.state.now_s + CHECKPOINT_REST_S
             if self._told_at != (arrivals := self.state.run.synchronizer.arrivals if self.state.run else 0):
                 self._told_at = arrivals
                 log.warning("No checkpoint could be made: %s", error)

@@ -8,6 +8,8 @@ from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.evaluation_queue import EvaluationQueue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.state import ServiceState
+from heloco.errors import UserError
+from heloco.task import check_scores
 
 
 class MachineEvaluation:
@@ -57,10 +59,12 @@ class MachineEvaluation:
             source: {name: math.nan if value is None else value for name, value in measures.items()}
             for source, measures in result.scores.items()
         }
-        if len({frozenset(measures) for measures in scores.values()}) != 1:
-            raise Refused(
-                RefusalCode.MALFORMED, "Each source must have the same measures, and there must be at least one source."
-            )
+        if not scores:
+            raise Refused(RefusalCode.MALFORMED, "There must be at least one source.")
+        try:
+            check_scores(scores)
+        except UserError as error:
+            raise Refused(RefusalCode.MALFORMED, str(error)) from error
         if queue is not None:
             queue.take_in(machine.id, result.arrival, scores)
 

@@ -15,10 +15,10 @@ from heloco.disk import release_for
 from heloco.errors import DiskError, RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
+from heloco.records.run_files import MODEL_PARTIAL
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
-MODEL_FILE = "model.partial"
 FREE_SPACE_SHARE = 0.5
 """A model may take this share of the free disk space if the config sets no limit."""
 RunFactory = Callable[[Layout, dict[str, Tensor], list[str]], tuple[JournaledRun, SnapshotStore]]
@@ -55,9 +55,9 @@ class ModelIntake:
                 self.drop()
             if self._upload is None:
                 try:
-                    self._upload, self._sender = Upload(state.folder / MODEL_FILE, layout), machine
+                    self._upload, self._sender = Upload(state.folder / MODEL_PARTIAL, layout), machine
                 except OSError as error:
-                    raise refuse_for_disk(error, state.folder / MODEL_FILE) from error
+                    raise refuse_for_disk(error, state.folder / MODEL_PARTIAL) from error
                 self._last_growth = (0, state.now_s)
             return self._upload
 

@@ -24,7 +24,18 @@ from heloco.inner import InnerOptions
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import read_events
 from heloco.records.run_facts import EXTERNAL, BlockFacts, RunFacts
-from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
+from heloco.records.run_files import (
+    CHECKPOINTS,
+    CONFIG,
+    CREDENTIALS,
+    EVALS,
+    INCOMING,
+    META,
+    MODEL_PARTIAL,
+    RUN_ID,
+    TAPE,
+    WORKERS,
+)
 from heloco.run import RunConfig, RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged, CheckpointState
 from heloco.task import ShardInfo, Task
@@ -213,7 +224,7 @@ def external_run(
     return Service(config, path, task_digest=task.digest, create_run=create_run, clock=clock)
 
 
-_ALLOWED_BEFORE_MODEL = (RUN_ID, "model.partial", "credentials", "workers", "ray", "incoming")
+_ALLOWED_BEFORE_MODEL = (RUN_ID, MODEL_PARTIAL, CREDENTIALS, WORKERS, INCOMING)
 """Names that may exist in the folder before the run has its model."""
 _MADE_WITH_MODEL = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
 """Names that are created when the model has arrived. The first checkpoint is written last."""
@@ -254,7 +265,11 @@ def load_external_model(folder: RunFolder) -> ExternalModel:
             damage = damage or error
             continue
         facts = folder.facts()
-        model_tensors = {name: t for name, t in tensors.items() if name.startswith((f"{blocks.PARAMETER}.", f"{blocks.BUFFER}."))}
+        model_tensors = {
+            name: tensors[name]
+            for name in tensors
+            if blocks.is_of_kind(blocks.PARAMETER, name) or blocks.is_of_kind(blocks.BUFFER, name)
+        }
         names = [block.name for block in facts.blocks] + facts.buffers
         return ExternalModel(Layout.from_tensors(model_tensors), model_tensors, names)
     raise damage or UserError(f"{folder.path} has no checkpoint, and with them the model that was brought is gone: restore them.")

@@ -33,6 +33,7 @@ class Attendance:
 
 
 def reason_to_pause(now: Attendance, min_workers: int) -> Paused | None:
+    """Why no rounds are handed out now; None if they are. An admin's order comes before disk space, machines and participants."""
     if now.order is not None:
         return now.order
     if now.space is not None:

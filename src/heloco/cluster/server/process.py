@@ -20,12 +20,12 @@ from heloco.cluster.server.token_book import TokenBook
 from heloco.disk import write_atomically
 from heloco.engine.build import build_task
 from heloco.errors import UserError
-from heloco.records.run_files import CONFIG
+from heloco.records.run_files import CONFIG, CREDENTIALS, WORKERS
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.config import FIELDS
 from heloco.run.settings import parse_toml, to_toml
 
-CREDENTIALS, LISTEN = "credentials", "listen.json"
+LISTEN = "listen.json"
 END_WITH_STDIN = "--end-with-stdin"
 """The flag of `heloco join` for a worker that must not outlive whoever started it."""
 GATEWAY = "heloco.cluster.gateway.https_server:open_gateway"
@@ -81,12 +81,14 @@ class ServeSpec:
         return replace(self, config="", cluster=self.cluster or self.config) if has_begun else self
 
 
-def spec_of(config: RunConfig, folder: Path, **about: Any) -> ServeSpec:
-    """The spec that serves a new run with this config in `folder`. `about`: further fields of `ServeSpec`."""
-    return ServeSpec(str(folder), to_toml(config), **about)
+def spec_of(config: RunConfig, folder: Path, *, listen: ListenConfig | None = None) -> ServeSpec:
+    """The spec that serves a new run with this config in `folder`, over HTTPS if `listen` says where."""
+    return ServeSpec(str(folder), to_toml(config), listen=listen)
 
 
 def open_service(spec: ServeSpec, progress: Any = None) -> Service:
+    """The service of a new run, or of the run in the folder, as `spec` says. Raises UserError if the config, the data or the
+    folder cannot be used. `progress` is called while data is prepared."""
     path = Path(spec.folder)
     if spec.config:
         config = resolve(with_fields(RunConfig(), parse_toml(spec.config, "the run's config")))
@@ -118,7 +120,8 @@ class Gateway(Protocol):
     fingerprint: str
     """SHA-256 of the gateway's certificate."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Closes the address and all connections. The run itself goes on."""
 
 
 class RunHost:
@@ -236,7 +239,7 @@ class LocalWorkers:
     ) -> None:
         """`lifeline`: a pipe's end to read from. Workers end when nobody holds its other end any more. None: when this ends."""
         self._lifeline, self._lifeline_end = (lifeline, -1) if lifeline is not None else os.pipe()
-        self.folder = folder / "workers"
+        self.folder = folder / WORKERS
         self.folder.mkdir(exist_ok=True)
         threads = str(max(1, (os.cpu_count() or 1) // max(1, count)))
         environment = os.environ | {"HELOCO_TOKEN": token, "OMP_NUM_THREADS": threads}

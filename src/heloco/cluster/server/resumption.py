@@ -120,7 +120,7 @@ class Resumption:
 
     def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
-        versions = {terms.worker: terms.version for terms in state.books.held}
+        versions = {terms.worker: terms.version for terms in state.books.rounds_under_way}
         with contextlib.suppress(JournalDamaged):  # whoever opens the journal says what is wrong with it
             for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):

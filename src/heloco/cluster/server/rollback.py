@@ -21,12 +21,12 @@ from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_path, read_events, segments
 from heloco.records.machine_ids import name_of
-from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, RUN_ID, TAPE
+from heloco.records.run_files import CHECKPOINTS, CONFIG, CREDENTIALS, EVALS, META, RUN_ID, TAPE
 from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointDamaged
 from heloco.run.folder import whole_lines
 
-COPIED = (CONFIG, META, RUN_ID, "credentials")
+COPIED = (CONFIG, META, RUN_ID, CREDENTIALS)
 
 
 @dataclass(frozen=True)

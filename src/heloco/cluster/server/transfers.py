@@ -14,9 +14,10 @@ from heloco.cluster.protocol.messages import RoundKey
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.disk import FULL, SCARCE, file_digest, write_all
 from heloco.errors import UserError
+from heloco.records.run_files import INCOMING
 from heloco.wire.layout import Layout, map_tensors, write
 
-INCOMING, ROUNDS = "incoming", "rounds"
+ROUNDS = "rounds"
 FINAL = "final.safetensors"
 LARGE_PIECE = 1 << 20
 """A piece of at least this many bytes is hashed in a thread while it is written."""

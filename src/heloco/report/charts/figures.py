@@ -68,7 +68,7 @@ class Panel:
     lines: list[Line]
     x_label: str
     y_label: str
-    whole: bool = False
+    shows_all: bool = False
     """Its y axis shows everything, and 0."""
 
 
@@ -145,18 +145,19 @@ def mix(one: str, other: str, part: float) -> str:
 # What the axes show
 
 
-def y_range(lines: Sequence[Line], everything: bool = False) -> Range:
-    """Everything, unless a steep start would take more than a third of the height: then where the curves settle."""
+def y_range(lines: Sequence[Line], shows_all: bool = False) -> Range:
+    """What the y axis of these lines shows: all of them, unless a steep start would take more than a third of the height. Then it
+    shows where the curves settle. With `shows_all` it shows all of them, and 0, in any case."""
     late_values: list[float] = []
     values: list[float] = []
     for line in lines:
         points = list(line.points())
-        start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 and not everything else -math.inf
+        start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 and not shows_all else -math.inf
         values += [y for _, *both in points for y in both]
         late_values += [y for x, *both in points for y in both if x >= start]
     if not values:
         return Range(0.0, 1.0)
-    late_values += [0.0] if everything else []
+    late_values += [0.0] if shows_all else []
     low, high = min(late_values), max(late_values)
     span = high - low
     lowest, highest = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(values), low), (max(values), high)))
@@ -170,7 +171,7 @@ def y_ranges(figure: Figure) -> dict[str, Range]:
     labels = dict.fromkeys(panel.y_label for panel in figure.panels)
     panels_of_label = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
     return {
-        label: y_range([line for panel in panels for line in panel.lines], any(panel.whole for panel in panels))
+        label: y_range([line for panel in panels for line in panel.lines], any(panel.shows_all for panel in panels))
         for label, panels in panels_of_label.items()
     }
 

@@ -10,8 +10,10 @@ from heloco.report.charts.sampling import budget
 from heloco.report.run_reader import Run
 from heloco.report.summary import MachineSummary
 
-TOOK_PART, LEAST, PAUSED = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00"), ("paused", "#cc79a7")
-DRAWN = len(WORKER_COLOURS)
+PARTICIPANTS_STYLE, MINIMUM_STYLE = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00")
+PAUSE_STYLE = ("paused", "#cc79a7")
+"""(label, colour) of a line."""
+MACHINE_LIMIT = len(WORKER_COLOURS)
 """The most machines that have a line or bars of their own."""
 PAUSES = 100
 """The most pauses that are drawn, the last ones."""
@@ -35,17 +37,17 @@ def _participation(run: Run, runs: int) -> View:
     over = {"arrival": [float(tape.arrival[i]) for i in places], time_label([run]): [tape.time_s[i] for i in places]}
     panels = []
     for label, x in over.items():
-        lines = [line_of(TOOK_PART[0], x, counts, (TOOK_PART[1], False), limit)]
+        lines = [line_of(PARTICIPANTS_STYLE[0], x, counts, (PARTICIPANTS_STYLE[1], False), limit)]
         if x:
-            lines.append(Line(LEAST[0], [x[0], x[-1]], [run.min_workers] * 2, colour=LEAST[1], dashed=True))
-        panels.append(Panel(f"over {label}", lines, label, "machines that took part", whole=True))
+            lines.append(Line(MINIMUM_STYLE[0], [x[0], x[-1]], [run.min_workers] * 2, colour=MINIMUM_STYLE[1], dashed=True))
+        panels.append(Panel(f"over {label}", lines, label, "machines that took part", shows_all=True))
     if pauses := _pause_line(run):
         panels[1].lines.append(pauses)
-    panels.append(Panel("each machine's part", _part_lines(run, places, limit), time_label([run]), "share", whole=True))
+    panels.append(Panel("each machine's part", _part_lines(run, places, limit), time_label([run]), "share", shows_all=True))
     view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), limit)
     view.notes.append(f"Counted over the last {run.window} arrivals.")
-    if len(run.summary.machines) > DRAWN:
-        view.notes.append(f"The {DRAWN} machines with the most contributions of {len(run.summary.machines)} have a line.")
+    if len(run.summary.machines) > MACHINE_LIMIT:
+        view.notes.append(f"The {MACHINE_LIMIT} machines with the most contributions of {len(run.summary.machines)} have a line.")
     return view
 
 
@@ -68,12 +70,12 @@ def _pause_line(run: Run) -> Line | None:
         end_s = run.journal.time_s if pause.end_s is None else pause.end_s
         x += [pause.start_s, end_s, end_s]
         y += [0.0, 0.0, None]
-    return Line(PAUSED[0], x, y, colour=PAUSED[1]) if x else None
+    return Line(PAUSE_STYLE[0], x, y, colour=PAUSE_STYLE[1]) if x else None
 
 
 def _part_lines(run: Run, places: Sequence[int], limit: int) -> list[Line]:
     """Of each machine its part of the last arrivals, over time."""
-    parts = {machine.id: list[float]() for machine in _drawn(run)}
+    parts = {machine.id: list[float]() for machine in _drawn_machines(run)}
     for window in _windows(run, places):
         for machine, part in parts.items():
             part.append(window[machine] / window.total())
@@ -90,18 +92,18 @@ def shares(runs: Sequence[Run]) -> Chart | None:
 
 
 def _shares(run: Run) -> View:
-    drawn, summary = _drawn(run), run.summary
+    machines, summary = _drawn_machines(run), run.summary
     series = [
-        Series("of all contributions", [summary.share(machine) for machine in drawn], PIECES[0]),
-        Series(f"of the last {run.window} arrivals", [summary.recent_share(machine) for machine in drawn], PIECES[1]),
+        Series("of all contributions", [summary.share(machine) for machine in machines], PIECES[0]),
+        Series(f"of the last {run.window} arrivals", [summary.recent_share(machine) for machine in machines], PIECES[1]),
     ]
-    more = len(summary.machines) - len(drawn)
-    notes = [f"The {DRAWN} with the most contributions; {more} others are in the table."] if more else []
-    labels = [summary.label(machine.id) for machine in drawn]
+    more = len(summary.machines) - len(machines)
+    notes = [f"The {MACHINE_LIMIT} with the most contributions; {more} others are in the table."] if more else []
+    labels = [summary.label(machine.id) for machine in machines]
     return View(run.name, Bars("machine", "share", labels, series), notes)
 
 
-def _drawn(run: Run) -> list[MachineSummary]:
+def _drawn_machines(run: Run) -> list[MachineSummary]:
     """Those with the most contributions, by name, so that their colours stay."""
-    contributors = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:DRAWN]
+    contributors = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:MACHINE_LIMIT]
     return sorted(contributors, key=lambda machine: machine.id)

@@ -113,10 +113,10 @@
 
   const CASES = {kept: "#56b4e9", damped: "#e69f00", turned: "#cc79a7", skipped: "#7f7f7f"};
   const order = view => {
-    const mean = row => { const there = view.cosine[row].filter(v => v !== null); return there.reduce((a, b) => a + b, 0) / (there.length || 1); };
+    const mean = row => { const cosines = view.cosine[row].filter(v => v !== null); return cosines.reduce((a, b) => a + b, 0) / (cosines.length || 1); };
     const rows = view.blocks.map((_, i) => i);
     if (state.sort === "size") rows.sort((a, b) => view.sizes[b] - view.sizes[a] || a - b);
-    if (state.sort === "cosine") { const of = rows.map(mean); rows.sort((a, b) => of[a] - of[b] || a - b); }
+    if (state.sort === "cosine") { const means = rows.map(mean); rows.sort((a, b) => means[a] - means[b] || a - b); }
     return rows;
   };
   const heat = (view, width) => {
@@ -125,7 +125,7 @@
     const range = view.columns.map(([a, b]) => a === b ? `arrival ${a}` : `arrivals ${a} to ${b}`);
     const words = rows.map(i => range.map((r, j) => `${r}: ${view.cases[view.case[i][j]] || "not applied"}, cosine ${
       view.cosine[i][j] === null ? "none" : view.cosine[i][j].toFixed(3)}<br>${view.sizes[i].toLocaleString("en")} parameters`));
-    const most = view.cosine.flat().reduce((most, v) => v === null ? most : Math.max(most, Math.abs(v)), .05);
+    const limit = view.cosine.flat().reduce((largest, v) => v === null ? largest : Math.max(largest, Math.abs(v)), .05);
     const steps = names.flatMap((name, i) => [[i / names.length, CASES[name]], [(i + 1) / names.length, CASES[name]]]);
     const bar = {thickness: width < 520 ? 8 : 12, len: 1, outlinewidth: 0, ...(width < 520 ? {xpad: 2, tickfont: {size: 9}} : {})};
     const ys = rows.map((_, i) => i), tall = Math.max(300, Math.min(1100, 100 + 15 * rows.length));
@@ -133,7 +133,7 @@
     return [[{type: "heatmap", x: view.columns.map(([a, b]) => (a + b) / 2), y: ys, hovertext: words, text: rows.map(i => range.map(() => "")),
       customdata: rows.map(i => range.map(() => plain(view.blocks[i]))), hovertemplate: "<b>%{customdata}</b><br>%{hovertext}<extra></extra>",
       z: rows.map(i => cosine ? view.cosine[i] : [...view.case[i]].map(c => letters.includes(c) ? letters.indexOf(c) : null)),
-      ...(cosine ? {zmin: -most, zmax: most, colorscale: [[0, "#b35806"], [.25, "#f1a340"], [.5, dark() ? "#23282e" : "#f7f7f7"], [.75, "#4f9bd0"], [1, dark() ? "#bfe0ff" : "#053d73"]],
+      ...(cosine ? {zmin: -limit, zmax: limit, colorscale: [[0, "#b35806"], [.25, "#f1a340"], [.5, dark() ? "#23282e" : "#f7f7f7"], [.75, "#4f9bd0"], [1, dark() ? "#bfe0ff" : "#053d73"]],
         colorbar: {...bar, title: {text: width < 520 ? "" : "cosine", side: "top"}}}
         : {zmin: 0, zmax: names.length, colorscale: steps, colorbar: {...bar, tickvals: names.map((_, i) => i + .5), ticktext: names}}),
     }], base(tall, {uirevision: view.label + state.sort, margin: {l: 52, r: 14, t: 14, b: 44}, xaxis: axis({title: titled("arrival"), showgrid: false}),
@@ -143,9 +143,9 @@
   const KINDS = {lines, bars, spans, heat};
 
   /* ---- the numbers behind a chart */
-  const shared = (view, name, otherwise) => new Set(view.panels.map(panel => panel[name])).size === 1 ? view.panels[0][name] : otherwise;
+  const common = (view, name, otherwise) => new Set(view.panels.map(panel => panel[name])).size === 1 ? view.panels[0][name] : otherwise;
   const ROWS = {
-    lines: view => [["panel", "line", shared(view, "x_label", "x"), shared(view, "y_label", "value")],
+    lines: view => [["panel", "line", common(view, "x_label", "x"), common(view, "y_label", "value")],
       view.panels.flatMap(p => p.lines.flatMap(line => line.x.map((x, i) => [p.title || p.y_label, line.label, x, line.y[i]])))],
     bars: view => [[view.x_label || "worker", ...view.series.map(s => s.label)], view.categories.map((c, i) => [c, ...view.series.map(s => s.values[i])])],
     spans: view => [["worker", "start (s)", "arrival (s)", "rounds", "about"],
@@ -165,16 +165,16 @@
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
-  const MOST = 300;
+  const ROW_LIMIT = 300;
   const tabled = (header, rows, numeric) => make("table", {}, make("thead", {}, make("tr", {}, ...header.map((name, i) =>
     make("th", {scope: "col", className: numeric(i) ? "number" : ""}, name)))), make("tbody", {}, ...rows));
   const numbers = view => {
-    const [header, rows] = ROWS[view.kind](view), shown = rows.slice(0, MOST);
-    const numeric = i => shown.length > 0 && shown.every(row => row[i] === null || typeof row[i] === "number");
-    const written = value => value === null ? "–" : typeof value === "number" ? value.toLocaleString("en", {maximumSignificantDigits: 6}) : value;
-    const body = shown.map(row => make("tr", {}, ...row.map((v, i) => make("td", {className: numeric(i) ? "number" : ""}, written(v)))));
+    const [header, rows] = ROWS[view.kind](view), firstRows = rows.slice(0, ROW_LIMIT);
+    const numeric = i => firstRows.length > 0 && firstRows.every(row => row[i] === null || typeof row[i] === "number");
+    const cellText = value => value === null ? "–" : typeof value === "number" ? value.toLocaleString("en", {maximumSignificantDigits: 6}) : value;
+    const body = firstRows.map(row => make("tr", {}, ...row.map((v, i) => make("td", {className: numeric(i) ? "number" : ""}, cellText(v)))));
     return [make("div", {className: "wide", tabIndex: 0}, tabled(header, body, numeric)),
-      ...(rows.length > MOST ? [make("p", {className: "caption"}, `The first ${MOST} of ${rows.length.toLocaleString("en")} rows; the CSV has all.`)] : [])];
+      ...(rows.length > ROW_LIMIT ? [make("p", {className: "caption"}, `The first ${ROW_LIMIT} of ${rows.length.toLocaleString("en")} rows; the CSV has all.`)] : [])];
   };
 
   /* ---- cards */
@@ -201,16 +201,16 @@
   const refreshTable = card => wordsOnly(card) || card.details.replaceChildren(card.details.firstChild, ...(card.details.open ? numbers(current(card.chart)) : []));
   const picks = card => {
     if (wordsOnly(card)) return;
-    const {chart} = card, found = [], view = current(chart);
-    if (chart.views.length > 1) found.push(choose(chart.by === "run" ? "run" : "what is shown", chart.views.map(v => [v.label, v.label]), view.label, value => {
+    const {chart} = card, pickers = [], view = current(chart);
+    if (chart.views.length > 1) pickers.push(choose(chart.by === "run" ? "run" : "what is shown", chart.views.map(v => [v.label, v.label]), view.label, value => {
       if (chart.by === "run") state.run = value; else state.view[chart.name] = value;
       refresh(chart.by === "run" ? undefined : card);
     }));
     if (view.kind === "heat") {
-      found.push(choose("colour", [["cosine", "cosine"], ["case", "case"]], state.show, value => { state.show = value; refresh(card); }));
-      found.push(choose("order of the blocks", [["layers", "by layer"], ["size", "by size"], ["cosine", "by mean cosine"]], state.sort, value => { state.sort = value; refresh(card); }));
+      pickers.push(choose("colour", [["cosine", "cosine"], ["case", "case"]], state.show, value => { state.show = value; refresh(card); }));
+      pickers.push(choose("order of the blocks", [["layers", "by layer"], ["size", "by size"], ["cosine", "by mean cosine"]], state.sort, value => { state.sort = value; refresh(card); }));
     }
-    card.picks.replaceChildren(...found);
+    card.picks.replaceChildren(...pickers);
   };
   const draw = card => {
     card.dirty = false;
@@ -244,16 +244,16 @@
   const drawAll = () => Promise.all([...cards.values()].filter(card => card.dirty).map(draw));
 
   /* ---- tables, notes, chips */
-  const table = found => {
-    const count = found.header.length;
+  const table = content => {
+    const count = content.header.length;
     const looks = text => /^[-+−]?[\d.,:]+(%| s)?( of [\d,]+)?$|^–$/.test(text) && !/, /.test(text);
-    const numeric = i => i > 0 && found.rows.length > 0 && found.rows.every(row => looks(row[i].text)) && count > 2;
+    const numeric = i => i > 0 && content.rows.length > 0 && content.rows.every(row => looks(row[i].text)) && count > 2;
     const cell = (c, i) => make(i ? "td" : "th", {className: [numeric(i) ? "number" : "", c.tone].filter(Boolean).join(" "), ...(i ? {} : {scope: "row"})},
       c.text, ...(c.tone === "best" ? [make("span", {title: "best", ariaLabel: "best"}, " ★")] : []), ...(c.note ? [make("small", {}, c.note)] : []));
-    const body = found.rows.map(row => make("tr", {}, ...row.map(cell)));
-    return make("section", {className: "card"}, make("h2", {}, found.title),
-      found.rows.length ? make("div", {className: "wide", tabIndex: 0}, tabled(found.header, body, numeric)) : make("p", {className: "about"}, "None."),
-      ...(found.caption ? [make("p", {className: "caption"}, found.caption)] : []));
+    const body = content.rows.map(row => make("tr", {}, ...row.map(cell)));
+    return make("section", {className: "card"}, make("h2", {}, content.title),
+      content.rows.length ? make("div", {className: "wide", tabIndex: 0}, tabled(content.header, body, numeric)) : make("p", {className: "about"}, "None."),
+      ...(content.caption ? [make("p", {className: "caption"}, content.caption)] : []));
   };
   const chips = () => $("chips").replaceChildren(...(data.runs.length < 2 ? [] : data.runs.map(run => {
     const dot = make("i");
@@ -276,8 +276,8 @@
 
   /* ---- taking data, now or later */
   const give = more => {
-    const known = new Map(data.charts.map(chart => [chart.name, chart]));
-    data = {...data, ...more, charts: [...new Map([...known, ...(more.charts || []).map(chart => [chart.name, chart])]).values()]};
+    const chartsByName = new Map(data.charts.map(chart => [chart.name, chart]));
+    data = {...data, ...more, charts: [...new Map([...chartsByName, ...(more.charts || []).map(chart => [chart.name, chart])]).values()]};
     document.title = $("title").textContent = data.title;
     $("notes").replaceChildren(...data.notes.map(note => make("p", {className: "note"}, note)));
     $("tables-first").replaceChildren(...data.tables.slice(0, -1).map(table));

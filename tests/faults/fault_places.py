@@ -63,7 +63,7 @@ def failing_fsync(folder: Path) -> Path | None:
 def nursery(*modules: str) -> Any:
     """A context that forks processes from one that has imported everything: 0.1 s instead of 5 s."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults.synchronizer", "faults.workers", "torch._dynamo", *modules])
+    context.set_forkserver_preload(["faults.synchronizer_child", "faults.fault_workers", "torch._dynamo", *modules])
     return context
 
 
