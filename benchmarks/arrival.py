@@ -29,7 +29,6 @@ from torch import Tensor
 
 import transport
 from heloco.cluster.protocol.messages import ContributionReport
-from heloco.cluster.server.resident_memory import memory_of
 from heloco.disk import write_all
 from heloco.methods import METHODS
 from heloco.run import RunConfig, resolve, with_fields
@@ -146,6 +145,14 @@ LINKS = {"https": over_https, "ray": over_ray}
 TRANSPORTS = {"https": transport.over_tls, "ray": transport.over_ray}
 
 
+def read_memory(pid: int) -> dict[str, int]:
+    """Memory of a process in bytes: its peak, and now its own memory, mapped files, and Ray's shared memory."""
+    names = {"VmHWM": "peak", "RssAnon": "own", "RssFile": "files", "RssShmem": "shared"}
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = {line.partition(":")[0]: line.split() for line in lines}
+    return {name: int(fields[field][1]) * 1024 for field, name in names.items()}
+
+
 class Memory(threading.Thread):
     """What a process holds at most, looked at again and again: all of it as the kernel has it, what is its own, mapped files, and
     memory that it shares with others (Ray's object store). The parts' peaks need not be of the same moment."""
@@ -161,7 +168,7 @@ class Memory(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        sizes = memory_of(self.pid)
+        sizes = read_memory(self.pid)
         for what, size in (sizes | {"own_and_files": sizes["own"] + sizes["files"]}).items():
             self.peaks[what] = max(size, self.peaks.get(what, 0))
 

@@ -61,7 +61,7 @@ class Keeper:
         forecast = f"{1e3 * rate:.3f} ms a step, {rate * (steps_total - steps_done):.0f} s left"
         print(f"{now - self.began:.0f} s: {steps_done / steps_total:.1%}, {forecast}", flush=True)
 
-    def on_finish(self, key: str, collector: Collector, reason: str = "") -> None:
+    def on_finish(self, key: str, collector: Collector, reason: str | None = None) -> None:
         run, place = self.runs[key]
         record = make_record(run.config, run.task.digest, collector, reason)
         self.store.write(record)

@@ -20,7 +20,7 @@ class ShardPage:
     visits: int = 0
     steps: int = 0
     returned_spans: list[Span] = field(default_factory=list)
-    """Given back by rounds that came to nothing, in order. They are handed out again before new ones."""
+    """Given back by rounds that ended without an accepted contribution, in order. They are handed out again before new ones."""
 
     @property
     def windows_taken(self) -> int:

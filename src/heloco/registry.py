@@ -33,7 +33,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._registrants: dict[str, str] = {}
         """The module that registered each item."""
         self._offers: dict[str, list[EntryPoint]] | None = None
-        self._loaded: dict[str, T] = {}
+        self._package_items: dict[str, T] = {}
 
     def register(self, name: str, item: Any) -> None:
         """Adds an item, in this process alone. One that was registered by the same name before is replaced."""
@@ -46,7 +46,7 @@ class Registry(Mapping[str, T], Generic[T]):
 
     def find(self, name: str) -> T:
         """The item of this name, or a sentence that says why there is none."""
-        for items in (self._built_in, self.registered, self._loaded):
+        for items in (self._built_in, self.registered, self._package_items):
             if name in items:
                 return items[name]
         offers = self._entry_points().get(name, [])
@@ -60,11 +60,11 @@ class Registry(Mapping[str, T], Generic[T]):
             packages = " and ".join(sorted(map(_package, offers)))
             raise UserError(f"The {self.kind} {name!r} is offered by {packages}: uninstall all but one of them.")
         try:
-            self._loaded[name] = self._prepare(name, offers[0].load())
+            self._package_items[name] = self._prepare(name, offers[0].load())
         except Exception as error:  # whatever somebody else's module does when it is imported
             reason = str(error) if isinstance(error, UserError) else repr(error)
             raise UserError(f"The {self.kind} {name!r} of {_package(offers[0])} cannot be used: {reason}") from error
-        return self._loaded[name]
+        return self._package_items[name]
 
     def origin(self, name: str) -> str:
         """The package (with its version) that offers this item, also if the package itself registered it in this process. Empty

@@ -50,7 +50,7 @@ def test_a_checkpoint_holds_up_nobody_and_is_of_its_own_arrival(tmp_path, monkey
         len(line) for line in (folder / "tape.jsonl").read_bytes().splitlines(keepends=True)[:4]
     )
     service.close()
-    assert replay(RunFolder.open(folder), task()).difference == ""
+    assert replay(RunFolder.open(folder), task()).difference is None
 
 
 @contextmanager
@@ -86,8 +86,8 @@ def test_a_checkpoint_that_is_written_when_there_is_no_descriptor_left_counts(tm
     contribute(service, 4)
     service.housekeeping.save_if_due()
     run = service.state.run
-    assert run is not None and run.saving is not None
-    run.saving.result(60)
+    assert run is not None and run.checkpoint_under_way is not None
+    run.checkpoint_under_way.result(60)
     with no_descriptors():
         service.housekeeping.save_if_due()
     assert service.state.ended is None and run.saved_at == 4
@@ -109,7 +109,7 @@ def test_after_an_fsync_that_failed_no_checkpoint_is_begun(tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("heloco.disk.os.fsync", fail)
         service.housekeeping.save_if_due()
-        assert service.state.run.saving.exception(60)
+        assert service.state.run.checkpoint_under_way.exception(60)
     service.housekeeping.save_if_due(wait=True)
     assert service.state.ended.kind == "failed" and RunFolder.open(folder).checkpoints() == before
     service.close()

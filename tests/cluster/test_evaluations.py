@@ -14,6 +14,7 @@ from torch import nn
 from heloco.cluster.client.run_client import RunClient
 from heloco.cluster.protocol.messages import Assignment, ContributionReport, EvaluationJob, EvaluationResult, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.server.evaluation_queue import FOLDER, WAITING_LIMIT
 from heloco.cluster.server.scorers import ScorerHere, ScorerProcess
 from heloco.cluster.server.service import Service
 from heloco.engine.build import build_task
@@ -145,6 +146,7 @@ def test_evaluations_that_take_too_long_are_left_out_and_the_last_one_never_is(t
     service = served(tmp_path / "run", task(gate), arrivals=40)
     assert gate.has_begun.wait(60)
     contribute(service, 40)
+    assert len(list((tmp_path / "run" / FOLDER).iterdir())) <= WAITING_LIMIT + 2, "models that were left out stay on disk"
     gate.may_end.set()
     service.finish_evaluations()
     service.close()

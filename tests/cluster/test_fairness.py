@@ -200,10 +200,10 @@ def test_a_machine_whose_contribution_counts_is_trusted_again(tmp_path, clock):
         clock.now += 100.0
         hand.take()
         hand.abandon()
-    assert service.state.book.get(hand.id).wasted == 4 and isinstance(hand.take(), Wait)
+    assert service.state.book.get(hand.id).wasted_rounds == 4 and isinstance(hand.take(), Wait)
     clock.now += 100.0
     assert works(hand, clock)
-    assert service.state.book.get(hand.id).wasted == 0 and isinstance(hand.take(), Assignment)
+    assert service.state.book.get(hand.id).wasted_rounds == 0 and isinstance(hand.take(), Assignment)
 
 
 # ---- a model from outside

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from heloco.cluster.ray.private_folder import PrivateFolder, check_secret, read_own
+from heloco.cluster.ray.ray_internals import ADDRESS_FILE
 from heloco.errors import UserError
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
@@ -89,7 +90,7 @@ def test_a_folder_that_was_opened_or_replaced_by_a_link_is_noticed_before_anythi
 @as_root
 def test_what_belongs_to_another_user_is_not_used(short):
     folder = PrivateFolder.make(a_run(short / "r"))
-    planted = folder.path / "ray_current_cluster"
+    planted = folder.path / ADDRESS_FILE
     planted.write_text("127.0.0.1:6379")
     os.chown(planted, OTHER, OTHER)
     with pytest.raises(UserError, match="not a plain file of this user"):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support.ray_runs import version_error
-from support.repository import REPOSITORY
+from support.repository import REPOSITORY, TESTS
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
 
@@ -19,10 +18,13 @@ import ray._private.auto_init_hook as auto_init_hook  # noqa: E402
 import ray._private.ray_constants as ray_constants  # noqa: E402
 import ray._private.ray_logging as ray_logging  # noqa: E402
 import ray._private.services as services  # noqa: E402
+import ray._private.utils as version_check  # noqa: E402
 import ray._raylet as core  # noqa: E402
 from grpc._cython import cygrpc  # noqa: E402
+from ray._private.authentication import authentication_constants  # noqa: E402
 
 from heloco.cluster.ray import head_main, ray_internals  # noqa: E402
+from heloco.cluster.ray.ray_cluster import translate  # noqa: E402
 
 ROOT = Path(ray.__file__).parent
 SOURCE = REPOSITORY / "src" / "heloco"
@@ -57,8 +59,18 @@ def test_the_functions_are_there_and_take_these_arguments(monkeypatch):
     ray_internals.reread_settings()
 
 
+def version_error(version: str) -> RuntimeError:
+    """What Ray itself raises in a process that joins a cluster of this other version."""
+    python_version = ".".join(map(str, sys.version_info[:3]))
+    with pytest.raises(RuntimeError) as refused:
+        version_check.check_version_info({"ray_version": version, "python_version": python_version}, "here")
+    return refused.value
+
+
 def test_ray_names_both_versions_in_its_error():
-    assert ray_internals.versions_in(version_error("2.9.3")) == ("2.9.3", ray.__version__)
+    error = version_error("2.9.3")
+    assert ray_internals.versions_in(error) == ("2.9.3", ray.__version__)
+    assert f"The cluster's Ray is 2.9.3 and this machine's is {ray.__version__}: " in str(translate(error, "head:6379"))
     assert ray_internals.versions_in(RuntimeError("Ray: 1\nRay: 1")) is None
     assert ray_internals.versions_in(RuntimeError("another error")) is None
 
@@ -72,6 +84,13 @@ def test_ray_answers_the_requests_that_probe_it():
     binary = (ROOT / "core" / "src" / "ray" / "gcs" / "gcs_server").read_bytes()
     assert service.encode() in binary and method.encode() in binary
     assert ray_internals.CLIENTS_REQUEST in (ROOT / "core" / "generated" / "ray_client_pb2_grpc.py").read_text()
+
+
+def test_ray_sends_its_token_in_that_header():
+    """`test_ray_runs.py` shows it to a running Ray."""
+    constants = authentication_constants
+    name, prefix = constants.AUTHORIZATION_HEADER_NAME, constants.AUTHORIZATION_BEARER_PREFIX
+    assert ray_internals.token_header("secret") == (name, f"{prefix}secret")
 
 
 def test_the_script_that_starts_ray_finds_its_command():
@@ -114,13 +133,20 @@ def test_ray_replaces_our_handler_of_sigterm_which_is_restored():
         signal.signal(signal.SIGTERM, before)
 
 
-INSIDE = re.compile(r"(\bray|_ray|ray\(\))\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster")
+INSIDE = re.compile(r"(\bray|_ray|ray\(\))\._(?!_)|_raylet|ray\.scripts|ray\.rpc|\"ray_current_cluster|session_\d|plasma_store")
 """`ray` is also an argument, `self._ray`, or what `require_ray()` returns."""
+INSIDE_RAYS_ROOM = re.compile(r"[\"']authorization[\"']|Bearer ")
+"""Elsewhere such a header is that of the gateway."""
+ROOM = SOURCE / "cluster" / "ray"
+USERS = [path for folder in ("src", "tests", "benchmarks", "examples") for path in (REPOSITORY / folder).rglob("*.py")]
+ATTACK = TESTS / "attack" / "ray_folder.py"
+"""The attacker knows Ray, and uses nothing of the package."""
 
 
-def test_nothing_else_of_the_package_uses_rays_insides():
-    users = {path.name for path in SOURCE.rglob("*.py") if INSIDE.search(path.read_text())}
-    assert users == {"ray_internals.py"}
+def test_nothing_else_uses_rays_insides():
+    users = {path for path in USERS if INSIDE.search(path.read_text())}
+    users |= {path for path in ROOM.rglob("*.py") if INSIDE_RAYS_ROOM.search(path.read_text())}
+    assert users == {ROOM / "ray_internals.py", Path(__file__), ATTACK}
 
 
 @pytest.mark.parametrize(
@@ -128,7 +154,12 @@ def test_nothing_else_of_the_package_uses_rays_insides():
     [
         "import ray._private.worker", "from ray._raylet import Config", "self._ray._private.worker.global_worker",
         "require_ray()._private", 'import_module("ray._common.utils")', 'import_module("ray.scripts.scripts")',
+        'LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"',
     ],
 )  # fmt: skip
 def test_the_search_for_rays_insides_finds_every_form(line):
     assert INSIDE.search(line) and not INSIDE.search("self._ray.__version__, self._ray.get(x), array._private")
+
+
+def test_the_search_finds_rays_token_header():
+    assert INSIDE_RAYS_ROOM.search('metadata = [("authorization", f"Bearer {token}")] if token else []')

@@ -25,16 +25,17 @@ from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.ray import Cluster, RayLink, RaySupervisor, actor, ray_link, start_ray
 from heloco.cluster.ray.probe import probe, split
 from heloco.cluster.ray.ray_cluster import require_ray
+from heloco.cluster.ray.ray_internals import LONGEST_SOCKET
 from heloco.cluster.ray.replies import Answer, value_of
 from heloco.cluster.ray.workers import WorkerStatus
 from heloco.cluster.server.process import spec_of
-from heloco.cluster.server.resident_memory import memory_of
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import Abandon, Dispatch, Part
 from heloco.run import RunFolder
 from heloco.wire.layout import Layout, pieces
 from ray_folder import beyond_loopback, family, listening
 from support import small_cluster
+from support.process_memory import read_peak_bytes
 from support.ray_runs import LONGEST_S, check_exact, config, events, until
 from support.runs import evals, tape
 
@@ -274,8 +275,8 @@ def test_a_recipe_that_cannot_be_served_is_a_sentence_and_leaves_the_cluster_as_
 
 def test_ray_answers_nobody_without_its_token(cluster):
     assert cluster.token_file and cluster.token_file.stat().st_mode & 0o777 == 0o600
-    probe(cluster.address, cluster.token_file.read_text(), None)
     for address, client in ((cluster.address, False), (cluster.client_address.removeprefix("ray://"), True)):
+        probe(address, cluster.token_file.read_text(), None, client=client)
         for token, says in (("", "is missing"), ("wrong", "was refused")):
             with pytest.raises(UserError, match=f"wants its token, and ours {says}"):
                 probe(address, token, None, client=client)
@@ -308,6 +309,18 @@ def test_rays_files_are_this_users_alone(cluster):
     assert cluster.token_file.parent == cluster.folder.path and (cluster.folder.rays_own / "session_latest").exists()
 
 
+def test_rays_sockets_have_no_longer_paths_than_the_folder_was_checked_for(cluster):
+    assert cluster.folder is not None
+    sockets = [path.relative_to(cluster.folder.rays_own) for path in cluster.folder.rays_own.rglob("*") if path.is_socket()]
+    assert len(sockets) >= 2, "Ray has its sockets elsewhere: LONGEST_SOCKET is of no use"
+    longest_pid = LONGEST_SOCKET.partition("/")[0].rpartition("_")[2]
+    for path in sockets:
+        session, pid = path.parts[0].rsplit("_", 1)
+        assert pid.isdecimal() and len(pid) <= len(longest_pid), path
+        path_of_longest_pid = Path(f"{session}_{longest_pid}", *path.parts[1:])
+        assert len(str(path_of_longest_pid)) <= len(LONGEST_SOCKET), f"{path} is longer than LONGEST_SOCKET"
+
+
 # ---- long ones
 
 
@@ -320,7 +333,7 @@ def peak_of(cluster: Cluster, folder: Path, workers: int, **settings: Any) -> tu
     with RaySupervisor(spec_of(small, folder), workers=workers, cluster=cluster) as engine:
         end = time.monotonic() + LONGEST_S
         while engine.status().ended is None and time.monotonic() < end:
-            peak = max(peak, memory_of(engine.pid)["peak"])
+            peak = max(peak, read_peak_bytes(engine.pid))
         assert engine.wait(10).kind == "finished"
     return peak, 4 * RunFolder.open(folder).facts().parameters
 

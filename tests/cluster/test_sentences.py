@@ -9,21 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
+from rich.console import Console
 
 import heloco
+from heloco.cli.main import run as run_command
+from heloco.cli.serve_view import RunView
+from heloco.cli.watch import in_the_terminal
 from heloco.cluster.client.run_client import RunClient, RunEnded, why_obsolete
+from heloco.cluster.client.worker import Worker
+from heloco.cluster.protocol.link import LinkDown
+from heloco.cluster.protocol.messages import Paused, RunInfo
 from heloco.cluster.protocol.refusals import Refused
+from heloco.cluster.server.scorers import ScorerProcess
 from heloco.cluster.server.service import Service
+from heloco.errors import RunStopped, UserError
 from heloco.records.journal_reader import FOLDER, read_events
 from heloco.records.run_facts import read_facts
 from heloco.records.run_files import META
 from heloco.report.journal_summary import JournalSummary
+from heloco.report.run_reader import read_runs
 from heloco.report.summary import read_summary
+from heloco.wire.layout import Layout
+from support.gateways import Machine, Serve, train
 from support.local_link import LocalLink
 from support.own_loops import adam, batches, external_runs, net, quiet, step, tape, values
 from support.runs import lines
 from support.sentences import reword_all, without_prose
-from support.small_cluster import Clock, Hand, delta, opened
+from support.small_cluster import Clock, Hand, delta, join_request, opened
 
 SETTINGS = {"arrivals": 16, "min_workers": 2, "participation": 100, "max_refusals": 2, "norm_limit": 10.0}
 REWORDINGS: dict[str, Callable[[str], str]] = {
@@ -79,6 +92,8 @@ class Script:
         return Hand(self.service, name)
 
     def play(self) -> None:
+        other_model = (("parameter.0", "F32", (9, 9)),)
+        self.see(self.service.members.join, join_request("stranger", layout=other_model))
         one = self.join("one")
         self.see(one.take)  # too few machines
         two, bad = self.join("two"), self.join("bad")
@@ -162,7 +177,8 @@ def test_a_run_takes_the_same_course_whatever_its_sentences_say(tmp_path, monkey
     assert_all_kinds(expected)
     reworded = reword_all(monkeypatch, reword)
     assert {"Refusal", "Ended", "Paused", "Wait", "Ruling", "Judgement", "Arrival", "Acknowledgement"} <= reworded
-    assert {"Part", "Pause", "Abandon", "Obsolete", "RunEnded", "NotHeld"} <= reworded
+    assert {"Part", "Pause", "Abandon", "Obsolete", "MachineRecord", "MachineEntry", "ScorerAnswer", "ReplayResult"} <= reworded
+    assert {"RunEnded", "NotHeld", "LinkDown", "RunStopped", "UserError", "Abandoned"} <= reworded
     same_ids()
     other = history(tmp_path / "reworded", reword)
     for part, value in expected.items():
@@ -172,7 +188,7 @@ def test_a_run_takes_the_same_course_whatever_its_sentences_say(tmp_path, monkey
 def assert_all_kinds(course: dict[str, Any]) -> None:
     """The script has what it is for."""
     refusals = {answer[1] for answer, _ in course["answers"] if isinstance(answer, tuple)}
-    assert refusals == {"not-finite", "barred", "ended"}
+    assert refusals == {"layout", "not-finite", "barred", "ended"}
     statuses = [status for _, status in course["answers"]]
     assert {status["paused"]["kind"] for status in statuses if status["paused"]} == {"machines", "admin"}
     assert {status["ended"]["kind"] for status in statuses if status["ended"]} == {"stopped", "finished"}
@@ -180,7 +196,7 @@ def assert_all_kinds(course: dict[str, Any]) -> None:
     assert {event["kind"] for event in course["journal"] if event["event"] == "part"} == {"turned-away", "evicted", "left"}
 
 
-def train(service: Service) -> dict[str, Any]:
+def take_part(service: Service) -> dict[str, Any]:
     """A loop of one's own, until its run has ended."""
     model = net()
     optimizer = adam(model)
@@ -196,9 +212,9 @@ def train(service: Service) -> dict[str, Any]:
 @with_other_sentences
 def test_a_loop_of_ones_own_ends_with_its_run_whatever_its_sentences_say(tmp_path, monkeypatch, reword):
     with external_runs(tmp_path) as start:
-        expected = train(start("as-it-is"))
+        expected = take_part(start("as-it-is"))
         reword_all(monkeypatch, reword)
-        assert train(start("reworded")) == expected
+        assert take_part(start("reworded")) == expected
         assert expected["loop"][:2] == (True, 4)
 
 
@@ -218,3 +234,167 @@ def test_a_machine_knows_how_its_run_ended_and_which_round_is_obsolete(tmp_path,
     assert end.value.ended.kind == "stopped"
     client.leave()
     service.close()
+
+
+class Unreachable(LocalLink):
+    """A link that is down for its first requests."""
+
+    def __init__(self, service: Service, failures: int) -> None:
+        super().__init__(service)
+        self.failures = failures
+
+    def describe(self) -> RunInfo:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise LinkDown("The gateway does not answer.")
+        return super().describe()
+
+
+@with_other_sentences
+def test_a_machine_says_that_its_run_is_out_of_reach_and_that_it_is_back(tmp_path, monkeypatch, reword):
+    reword_all(monkeypatch, reword)
+    service, messages = opened(tmp_path / "run", Clock()), []
+    RunClient(Unreachable(service, 2), "m", tell=messages.append).describe()
+    assert [message.endswith("Trying again.") for message in messages] == [True, False] and messages[-1] == "The run is back."
+    with pytest.raises(RunStopped):
+        RunClient(Unreachable(service, 9), "m", patience_s=0, tell=quiet).describe()
+    model = net()
+    with pytest.raises(UserError), heloco.join(Unreachable(service, 9), model, adam(model), patience_s=0, tell=quiet):
+        raise AssertionError("it is in no run")
+    service.close()
+
+
+# ---- commands
+
+
+@with_other_sentences
+def test_a_pause_is_shown_when_its_kind_changes(tmp_path, monkeypatch, capsys, reword):
+    reword_all(monkeypatch, reword)
+    service = opened(tmp_path / "run", Clock(), min_workers=1)
+    machine = Hand(service, "m")
+    view = RunView(tmp_path / "run", Console())
+    for act in (lambda: None, lambda: service.pauses.pause("for a moment"), lambda: service.pauses.pause("for an hour")):
+        act()
+        view.tell(service.admin.status())
+    for free_mb in (3.1, 3.0):
+        full = Paused(kind="space", text=reword(f"there are {free_mb} MB left"))
+        view.tell(structs.replace(service.admin.status(), paused=full))
+    service.pauses.unpause()
+    machine.beat()
+    view.tell(service.admin.status())
+    printed = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert printed == ["m is here (1 machine).", "The run pauses", "The run pauses", "The run goes on."]
+    service.close()
+
+
+@with_other_sentences
+def test_a_run_that_is_watched_is_given_up_for_whatever_reason(tmp_path, reword):
+    service = opened(tmp_path / "run", Clock(), **SETTINGS)
+    with pytest.raises(RunStopped):
+        in_the_terminal(read_runs([tmp_path / "run"]), lambda: reword("it is gone"))
+    service.close()
+
+
+@with_other_sentences
+def test_a_replay_that_differs_exits_with_1(tmp_path, monkeypatch, capsys, reword):
+    folder = tmp_path / "run"
+    service = opened(folder, Clock(), min_workers=1)
+    machine = Hand(service, "m")
+    for seed in range(3):
+        machine.work(seed)
+    service.close()
+    reword_all(monkeypatch, reword)
+    assert run_command(["replay", str(folder)]) == 0
+    path = folder / "tape.jsonl"
+    path.write_text(path.read_text().replace(lines(path)[1]["digest"], "0" * 16))
+    assert run_command(["replay", str(folder)]) == 1
+    capsys.readouterr()
+
+
+def test_an_evaluation_that_fails_in_another_process_is_no_evaluation(tmp_path, tiny):
+    scorer = ScorerProcess(tiny[1])
+    for reword in REWORDINGS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            reword_all(patch, reword)
+            with pytest.raises(UserError):
+                scorer(tmp_path / "no-such-model")
+    scorer.close()
+
+
+# ---- over HTTPS
+
+
+class Course:
+    """A run over a gateway, with machines one after the other, and what became visible of it."""
+
+    def __init__(self, serve: Serve, tiny: Any, reword: Callable[[str], str]) -> None:
+        self.served, self.tiny, self.reword = serve(arrivals=4, eval_every=4, checkpoint_every=2), tiny, reword
+        self.admin = self.served.link(right="admin")
+        self.seen: list[Any] = []
+
+    def see(self, ask: Callable[..., Any], *values: Any) -> None:
+        """Notes the code of a refusal, and then the status as an admin sees it."""
+        code = None
+        try:
+            ask(*values)
+        except Refused as refused:
+            code = refused.code
+        status = self.admin.status()
+        kinds = [each.kind if each is not None else None for each in (status.paused, status.ended)]
+        self.seen.append((code, *kinds, status.arrivals, len(status.machines)))
+
+    def play(self) -> None:
+        with self.served.service.state.changed:
+            self.served.service.pauses.consider()  # otherwise the first pause begins at the housekeeping's next look
+        stranger = self.served.link()
+        stranger.describe()
+        self.see(lambda: stranger.join("stranger", returning=None, layout=Layout((("parameter.0", "F32", (9, 9)),))))
+        bad = Machine(self.served.other_link(), "bad")
+        self.see(self.admin.evict, bad.ticket.machine, self.reword("it is too slow"))
+        self.see(bad.take)
+        self.give_back()
+        self.see(self.admin.pause, self.reword("for a moment"))
+        self.see(self.admin.unpause)
+        self.see(lambda: train(self.tiny, self.served.link(), "last"))
+        self.see(lambda: stranger.join("late", returning=None, layout=None))
+        self.served.service.finish_evaluations()
+
+    def give_back(self) -> None:
+        """A machine loses its link for a moment, and is stopped in its second round."""
+        link, worker = self.served.link(), Worker(*self.tiny, tell=lambda _: None)
+        fetch, fetches = link.fetch, 0
+
+        def fetch_badly(*values: Any) -> Any:
+            nonlocal fetches
+            fetches += 1
+            if fetches == 1:
+                raise LinkDown("The start of the round is lost.")
+            if fetches == 3:
+                worker.stop_requested = self.reword("stopped by SIGTERM")
+            return fetch(*values)
+
+        link.fetch = fetch_badly
+        self.see(lambda: worker.run(link, "first", link.describe().run))
+
+    def result(self) -> dict[str, Any]:
+        events = [type(event).__name__ + getattr(event, "kind", "") for event, _ in read_events(self.served.folder / FOLDER)]
+        tape_lines = [
+            (line["worker"], line["round"], line["verdict"], line["digest"]) for line in lines(self.served.folder / "tape.jsonl")
+        ]
+        return {"seen": self.seen, "events": events, "tape": tape_lines}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_over_https_takes_the_same_course_whatever_its_sentences_say(serve, tiny):
+    def course(reword: Callable[[str], str]) -> dict[str, Any]:
+        run = Course(serve, tiny, reword)
+        run.play()
+        return run.result()
+
+    expected = course(lambda text: text)
+    assert [code for code, *_ in expected["seen"]] == ["layout", None, "barred", None, None, None, None, "ended"]
+    assert expected["events"].count("Abandongiven-back") == 1 and len(expected["tape"]) == 4
+    for reword in REWORDINGS.values():
+        with pytest.MonkeyPatch.context() as patch:
+            reword_all(patch, reword)
+            assert course(reword) == expected

@@ -53,7 +53,7 @@ def test_status_shows_who_takes_part(going: Going) -> None:
     assert status["ended"] is status["paused"] is None and status["seats"] == 2
     assert machine["name"] == "guest" and machine["seat"] == 0 and machine["pace_s"] > 0
     assert status["participants"] == [machine["machine"]] and status["participation_window"] == 8
-    assert 12 <= machine["arrivals"] == status["arrivals"] <= going.arrivals() and status["planned"] == 150
+    assert 12 <= machine["arrivals"] == status["arrivals"] <= going.arrivals() and status["arrival_goal"] == 150
     assert machine["share"] == 1 and 0 < machine["per_minute"] == status["per_minute"]
     status_text = going.ask("status").out
     assert (

@@ -141,7 +141,7 @@ def test_a_machine_whose_contributions_are_always_refused_is_turned_away(tmp_pat
     hand = Hand(service, "m")
     bad = {name: t * math.nan if t.is_floating_point() else t for name, t in delta(1).items()}
     for _ in range(3):
-        clock.now += 100.0  # after rounds that came to nothing the next one comes later
+        clock.now += 100.0  # after rounds that were not accepted the next one comes later
         assert isinstance(hand.take(), Assignment)
         refuses(RefusalCode.NOT_FINITE, hand.hand_in, bad)
     refuses(RefusalCode.BARRED, hand.take)

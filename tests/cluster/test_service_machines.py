@@ -147,7 +147,7 @@ def test_a_machine_too_far_behind_is_told_so_and_gets_a_fresh_round(tmp_path, cl
     assert slow.beat(1).too_stale
     slow.abandon("too stale")
     assert slow.take().version > first.version
-    assert service.state.book.get(slow.id).wasted == 0  # it was not its fault
+    assert service.state.book.get(slow.id).wasted_rounds == 0  # it was not its fault
 
 
 def test_a_grace_period_lets_machines_that_arrive_soon_after_each_other_start_together(tmp_path, clock):

@@ -164,4 +164,4 @@ def test_the_status_tells_who_is_here_and_who_contributes(tmp_path, clock):
     hand.work(1)
     status = service.admin.status()
     assert status.participants == (hand.id,) and {m.name for m in status.machines} == {"m", "idle"}
-    assert (status.arrivals, status.planned, status.ended, status.paused) == (1, 20, None, None)
+    assert (status.arrivals, status.arrival_goal, status.ended, status.paused) == (1, 20, None, None)

@@ -90,7 +90,7 @@ def test_a_checkpoint_that_finds_no_room_is_tried_again_after_a_while(small_disk
     for passed_s in (0.0, 1.0, 5.0):
         clock.now += passed_s
         service.housekeeping.save_if_due()
-        assert service.state.run.saving is None
+        assert service.state.run.checkpoint_under_way is None
     clock.now += 5.0
     service.housekeeping.save_if_due()
     service.housekeeping.save_if_due(wait=True)

@@ -45,7 +45,7 @@ def test_other_ends_are_final() -> None:
         (signal.SIGTERM, 143),
         (signal.SIGINT, 130),
     ):
-        assert reason(status) == "" and exit_code(status) == code
+        assert reason(status) is None and exit_code(status) == code
 
 
 def test_restarts_without_an_arrival_come_ever_later_and_end() -> None:
@@ -202,6 +202,14 @@ def test_a_worker_that_always_dies_is_given_up(nursery: Nursery) -> None:
     assert result.code == 2 and result.out.count("it is started again") == RESTART_LIMIT, result
     sentence = f"The worker was killed by SIGABRT, {RESTART_LIMIT + 1} times without a round in between.\n"
     assert result.err.endswith(f"heloco: {sentence}"), result.err
+
+
+@pytest.mark.parametrize("text", ["", "ended well"], ids=["empty", "another"])
+def test_a_child_is_started_again_whatever_the_reason_says(nursery: Nursery, text: str) -> None:
+    dies = "import heloco.cli.join as joining, os; joining.train = lambda *_: os.abort()"
+    reworded = f"reason = warm.reason_to_restart; warm.reason_to_restart = lambda s: None if reason(s) is None else {text!r}"
+    result = nursery.run("join", "https://127.0.0.1:9", patch=f"{IMPATIENT}\n{dies}\n{reworded}")
+    assert result.code == 2 and result.out.count("it is started again") == RESTART_LIMIT, result
 
 
 def test_what_is_wrong_at_the_first_start_is_final(tmp_path: Path, nursery: Nursery) -> None:

@@ -29,7 +29,7 @@ def account(run: Path, acks: Path, arrivals: int) -> dict[str, Any]:
     config, digest = (run / "config.toml").read_text(), folder.facts().task_digest
     info = RunInfo(run="", heloco="", config=config, task_digest=digest, model_digest="", external=False)
     replayed = replay(folder, task_of(info, device="cpu")[0])
-    assert replayed.difference == "" and replayed.lines == len(tape) - lines_until(tape, replayed.begun_at), replayed
+    assert replayed.difference is None and replayed.lines == len(tape) - lines_until(tape, replayed.begun_at), replayed
     return {"arrivals": len(accepted), "acknowledged": acknowledged, "replayed": asdict(replayed)}
 
 

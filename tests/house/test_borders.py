@@ -72,7 +72,7 @@ BY_NAME = {
     "heloco.run.config.deciding_settings": "those that a digest is made from",
     "heloco.run.config.outer_knobs": "knobs by name, those of a user's own rule too",
     "heloco.run.config.weight_options": "options by name, those of a user's own arrival weight too",
-    "heloco.report.run_reader.Run": "a run's config, which pages show and compare as it is",
+    "heloco.records.config_facts.read_all_settings": "a run's config, which pages show and compare as it is",
     "heloco.study.spec.Study": "settings by name, and the paper's numbers, before they are checked",
     "heloco.study.plan.make_plan": "settings by name",
     "heloco.report.mirrors.open_mirrors": "a run's config, which TensorBoard and others only show",

@@ -24,6 +24,7 @@ BANNED_IN_PACKAGE = {
     "journaled", "lately", "missed", "offered", "pausing", "settled", "shared", "tidying", "unattended", "unchecked", "watching",
     "APART", "DRAWN", "LEAST", "attended", "broken", "differing", "drawn", "held", "least", "mixed", "nothing", "parted",
     "parting", "returned", "taken", "written", "wrong",
+    "both", "dealt", "everything", "like", "loaded", "news", "parsed", "saving", "undone", "wasted",
 }  # fmt: skip
 """Also not in `src`, its scripts of pages included."""
 PREFIX = "of_"

@@ -1,4 +1,4 @@
-"""The way of a contribution over HTTPS, from the inner loop to the tape: few files, in the order that docs/design.md shows.
+"""The way of a contribution over HTTPS, from the inner loop to the tape: few files, those that docs/design.md shows.
 
 An instrumented run lists the files with a function that is handed the contribution in one of its forms: its tensors, the file
 that receives them, the worker's report, the event, the arrival, the line of the tape. What every request passes (admission, who

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from heloco.cluster.server.resident_memory import memory_of
 from heloco.disk import drop_mapped_pages
 from heloco.finite import all_finite
 from heloco.ledger import Ledger
@@ -18,6 +17,7 @@ from heloco.policy import make_choice, make_weight
 from heloco.synchronizer import Contribution, Synchronizer
 from heloco.wire import blocks
 from heloco.wire.layout import Layout, map_tensors, write
+from support.process_memory import read_peak_bytes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much memory a process has")
 SHAPES = ((5 * WINDOW + 7,), (3, 11), *[(1000, 1000)] * 24)
@@ -48,9 +48,9 @@ def peak_growth(work) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
     except OSError as error:
         pytest.skip(f"the peak of this process cannot be measured here ({error})")
-    before = memory_of("self")["peak"]
+    before = read_peak_bytes("self")
     work()
-    return memory_of("self")["peak"] - before
+    return read_peak_bytes("self") - before
 
 
 def synchronizer(method: str) -> Synchronizer:

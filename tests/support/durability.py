@@ -19,5 +19,5 @@ def check_account(folder: Path, acks: list, **options) -> None:
     digest = service.state.run.digest()
     service.close()
     replayed = replay(RunFolder.open(folder), None)
-    assert (replayed.difference, replayed.digest) == ("", digest)
+    assert (replayed.difference, replayed.digest) == (None, digest)
     assert replayed.begun_at + replayed.lines == len(on_tape) + 1

@@ -34,17 +34,17 @@ def add_token_flags(parser: Parser, right: str) -> None:
     parser.add_argument("--token-file", metavar="FILE", help="a file that holds the token [HELOCO_TOKEN_FILE]")
 
 
-def named_address(parsed: argparse.Namespace) -> str:
+def named_address(arguments: argparse.Namespace) -> str:
     """The address from the command line or the environment; empty if there is none."""
-    return str(parsed.address or parsed.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
+    return str(arguments.address or arguments.address_flag or os.environ.get("HELOCO_ADDRESS") or "").rstrip("/")
 
 
-def link_from_flags(parsed: argparse.Namespace, right: "Right") -> "RunLink":
+def link_from_flags(arguments: argparse.Namespace, right: "Right") -> "RunLink":
     """A link to the run named on the command line, with a token of that right."""
-    address = named_address(parsed)
+    address = named_address(arguments)
     if not address:
         raise UserError("There is no address: give the one that `heloco serve` printed, or set HELOCO_ADDRESS.")
-    return link_to(address, parsed.token, parsed.token_file, right)
+    return link_to(address, arguments.token, arguments.token_file, right)
 
 
 def link_to(address: str, token: str | None, token_file: str | None, right: "Right") -> "RunLink":

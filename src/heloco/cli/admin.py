@@ -31,70 +31,72 @@ def add_tokens_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def stop(parsed: argparse.Namespace) -> int:
-    ask_once(lambda: link_from_flags(parsed, "admin").stop("stopped by `heloco stop`"))
+def stop(arguments: argparse.Namespace) -> int:
+    ask_once(lambda: link_from_flags(arguments, "admin").stop("stopped by `heloco stop`"))
     print("The run is stopped and saved. `heloco serve` with its folder continues it.")
     return 0
 
 
-def pause(parsed: argparse.Namespace) -> int:
-    ask_once(lambda: link_from_flags(parsed, "admin").pause(parsed.reason))
+def pause(arguments: argparse.Namespace) -> int:
+    ask_once(lambda: link_from_flags(arguments, "admin").pause(arguments.reason))
     print("The run is paused. Rounds under way still count, and `heloco unpause` continues it.")
     return 0
 
 
-def unpause(parsed: argparse.Namespace) -> int:
-    link = link_from_flags(parsed, "admin")
+def unpause(arguments: argparse.Namespace) -> int:
+    link = link_from_flags(arguments, "admin")
     ask_once(link.unpause)
     remaining_pause = ask_once(link.status).paused
     print(f"The pause is over, but the run waits: {remaining_pause.text}." if remaining_pause else "The run goes on.")
     return 0
 
 
-def evict(parsed: argparse.Namespace) -> int:
-    link = link_from_flags(parsed, "admin")
+def evict(arguments: argparse.Namespace) -> int:
+    link = link_from_flags(arguments, "admin")
     machines = ask_once(link.status).machines
-    matches = [m for m in machines if parsed.machine in (m.machine, m.name)]
-    if not matches and "#" in parsed.machine:  # an id: the machine may have left
-        ask_once(lambda: link.evict(parsed.machine, parsed.reason))
-        print(f"{parsed.machine} is not here and may not come back.")
+    matches = [m for m in machines if arguments.machine in (m.machine, m.name)]
+    if not matches and "#" in arguments.machine:  # an id: the machine may have left
+        ask_once(lambda: link.evict(arguments.machine, arguments.reason))
+        print(f"{arguments.machine} is not here and may not come back.")
         return 0
     if not matches:
         present = ", ".join(m.machine for m in machines) or "nobody is here"
-        raise UserError(f"There is no machine {parsed.machine!r} here: {present}. One that has left is known by its id, NAME#….")
+        raise UserError(
+            f"There is no machine {arguments.machine!r} here: {present}. One that has left is known by its id, NAME#…."
+        )
     if len(matches) > 1:
         raise UserError(
-            f"{len(matches)} machines are called {parsed.machine!r}: say which, {', '.join(m.machine for m in matches)}."
+            f"{len(matches)} machines are called {arguments.machine!r}: say which, {', '.join(m.machine for m in matches)}."
         )
     [machine] = matches
-    ask_once(lambda: link.evict(machine.machine, parsed.reason))
+    ask_once(lambda: link.evict(machine.machine, arguments.reason))
     print(f"{machine.machine} was evicted and may not come back.", end=" ")
     if machine.token:
-        revoke = f"`heloco tokens {named_address(parsed)} --revoke {machine.token}`"
-        print(f"Whoever runs it can join as a new machine with its token, unless you revoke that: {revoke}.")
+        revoke = f"`heloco tokens {named_address(arguments)} --revoke {machine.token}`"
+        print(f"The person who runs it can join as a new machine with its token, unless you revoke that: {revoke}.")
     else:
         print("It came over Ray: end its process there.")
     return 0
 
 
-def tokens(parsed: argparse.Namespace) -> int:
+def tokens(arguments: argparse.Namespace) -> int:
     from heloco.cli.serve_view import count_machines
     from heloco.cluster.protocol.messages import to_plain
     from heloco.cluster.protocol.tokens import RIGHTS
 
-    link = link_from_flags(parsed, "admin")
-    if parsed.new:
-        if parsed.new not in RIGHTS:
-            raise UserError(f"There is no right {parsed.new!r}; {nearest(parsed.new, RIGHTS)}")
-        token = ask_once(lambda: link.new_token(parsed.new, parsed.note))
-        print(json.dumps(to_plain(token)) if parsed.json else token.token)
+    link = link_from_flags(arguments, "admin")
+    if arguments.new:
+        if arguments.new not in RIGHTS:
+            raise UserError(f"There is no right {arguments.new!r}; {nearest(arguments.new, RIGHTS)}")
+        token = ask_once(lambda: link.new_token(arguments.new, arguments.note))
+        print(json.dumps(to_plain(token)) if arguments.json else token.token)
         return 0
-    if parsed.revoke:
-        ask_once(lambda: link.revoke_token(parsed.revoke))
-        print(f"{parsed.revoke} is void from now on.")
+    if arguments.revoke:
+        ask_once(lambda: link.revoke_token(arguments.revoke))
+        print(f"{arguments.revoke} is void from now on.")
         return 0
     infos = ask_once(link.tokens).tokens
-    if parsed.json:
+    if arguments.json:
         print(json.dumps([to_plain(token) for token in infos]))
         return 0
     for token in infos:

@@ -36,29 +36,29 @@ class Finding:
     text: str
 
 
-def doctor(parsed: argparse.Namespace) -> int:
+def doctor(arguments: argparse.Namespace) -> int:
     """Prints the findings. The exit code is 0 if all are good, 2 otherwise."""
     findings = []
-    for finding in examine(parsed):
+    for finding in examine(arguments):
         findings.append(finding)
-        if not parsed.json:
+        if not arguments.json:
             print(f"{'ok ' if finding.is_good else 'BAD'}  {finding.subject:<12} {finding.text}", flush=True)
-    if parsed.json:
+    if arguments.json:
         print(json.dumps([asdict(finding) for finding in findings]))
     return 0 if all(finding.is_good for finding in findings) else 2
 
 
-def examine(parsed: argparse.Namespace) -> Iterator[Finding]:
+def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("this machine", True, describe_machine())
     yield gpu()
     yield kernels()
-    if not named_address(parsed):
+    if not named_address(arguments):
         return
     from heloco.cluster.protocol.link import LinkDown
     from heloco.cluster.protocol.refusals import Refused
 
     try:
-        link = link_from_flags(parsed, "worker")
+        link = link_from_flags(arguments, "worker")
         info = link.describe()
     except (UserError, LinkDown, Refused) as error:
         yield Finding("connection", False, str(error))

@@ -37,18 +37,18 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             raise UserError(f"There is no command {value!r}; {nearest(value, list(action.choices))} See `{self.prog} --help`.")
 
-    def parse_all(self, arguments: list[str]) -> argparse.Namespace:
+    def parse_all(self, words: list[str]) -> argparse.Namespace:
         """Like parse_args, but the error for an unknown option names the nearest option of the command."""
-        parsed: argparse.Namespace
-        parsed, unknown = self.parse_known_args(arguments)
+        arguments: argparse.Namespace
+        arguments, unknown = self.parse_known_args(words)
         if unknown:
-            command: Parser = getattr(parsed, "parser", self)
+            command: Parser = getattr(arguments, "parser", self)
             options = [option for action in command._actions for option in action.option_strings if option.startswith("--")]
             word = unknown[0].split("=")[0]
             if word.startswith("-"):
                 raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, options)}")
             raise UserError(f"`{command.prog}` does not know what to do with {word!r}: see `{command.prog} --help`.")
-        return parsed
+        return arguments
 
 
 @cache
@@ -99,9 +99,9 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         )
 
 
-def given_fields(parsed: argparse.Namespace) -> "Settings":
+def given_fields(arguments: argparse.Namespace) -> "Settings":
     """Config fields that were set by flags."""
-    return {key.removeprefix("config."): value for key, value in vars(parsed).items() if key.startswith("config.")}
+    return {key.removeprefix("config."): value for key, value in vars(arguments).items() if key.startswith("config.")}
 
 
 def _format_default(default: Any) -> str:

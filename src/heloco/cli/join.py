@@ -51,10 +51,10 @@ TRAINING_MODULES = (
 TRAINING = Wording("The worker", "it is started again, and comes back as the same machine", "a round")
 
 
-def join(parsed: argparse.Namespace) -> int:
+def join(arguments: argparse.Namespace) -> int:
     """Trains in a child, which is started again if it is killed: for example because the machine's memory ran out."""
-    if not parsed.is_program or not CAN_RESTART or named_address(parsed).startswith("ray:"):
-        return train(parsed)
+    if not arguments.is_program or not CAN_RESTART or named_address(arguments).startswith("ray:"):
+        return train(arguments)
     import_ahead(TRAINING_MODULES)
     rounds = mmap.mmap(-1, mmap.PAGESIZE)  # shared with the children
 
@@ -64,12 +64,12 @@ def join(parsed: argparse.Namespace) -> int:
     def rounds_done() -> int:
         return int(struct.unpack_from("q", rounds, 0)[0])
 
-    return WarmRestart(lambda _: train(parsed, count), rounds_done, TRAINING).run()
+    return WarmRestart(lambda _: train(arguments, count), rounds_done, TRAINING).run()
 
 
-def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
+def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
     """Joins the run and trains until it ends. `count` is called after each round."""
-    if parsed.end_with_stdin:
+    if arguments.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
@@ -78,10 +78,10 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
     from heloco.cluster.protocol.refusals import Refused
 
     try:
-        patience_s = float(parsed.patience)
+        patience_s = float(arguments.patience)
     except ValueError:
-        raise UserError(f"patience cannot be {parsed.patience!r}: give seconds.") from None
-    link = link_from_flags(parsed, "worker")
+        raise UserError(f"patience cannot be {arguments.patience!r}: give seconds.") from None
+    link = link_from_flags(arguments, "worker")
     info = ask_once(link.describe)
     if info.ended is not None:
         raise UserError(f"The run has ended: {info.ended.text}")
@@ -89,7 +89,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
         torch.set_num_threads(int(threads))
     with show_preparation() as progress:
         task, config = task_of(
-            info, data=parsed.data, tokenizer=parsed.tokenizer, hf=parsed.hf, device=parsed.device, progress=progress
+            info, data=arguments.data, tokenizer=arguments.tokenizer, hf=arguments.hf, device=arguments.device, progress=progress
         )
     worker = Worker(task, config, tell=lambda text: print(text, flush=True), after_round=count)
 
@@ -100,7 +100,7 @@ def train(parsed: argparse.Namespace, count: Callable[[], None] = lambda: None) 
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        print(worker.run(link, parsed.name, info.run, patience_s=patience_s, evaluates=parsed.evaluate), flush=True)
+        print(worker.run(link, arguments.name, info.run, patience_s=patience_s, evaluates=arguments.evaluate), flush=True)
     except Refused as error:
         raise UserError(error.text) from error
     finally:
@@ -115,14 +115,14 @@ def end_with_stdin() -> None:
     os._exit(1)
 
 
-def status(parsed: argparse.Namespace) -> int:
+def status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
-    run_status = ask_once(link_from_flags(parsed, "viewer").status)
-    if parsed.json:
+    run_status = ask_once(link_from_flags(arguments, "viewer").status)
+    if arguments.json:
         print(json.dumps(to_plain(run_status)))
         return 0
     for line in status_lines(run_status):

@@ -24,47 +24,47 @@ def add_rollback_flags(parser: Parser) -> None:
     parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
 
 
-def rollback(parsed: argparse.Namespace) -> int:
+def rollback(arguments: argparse.Namespace) -> int:
     from heloco.cli.main import rebuild_task
     from heloco.cluster.server.open_run import rebuild
     from heloco.cluster.server.rollback import Rollback
     from heloco.run import RunFolder
 
-    if parsed.to is not None and not parsed.to.isdigit():
-        raise UserError(f"to cannot be {parsed.to!r}: give the number of an arrival.")
-    if parsed.without and parsed.to is None:
+    if arguments.to is not None and not arguments.to.isdigit():
+        raise UserError(f"to cannot be {arguments.to!r}: give the number of an arrival.")
+    if arguments.without and arguments.to is None:
         raise UserError("--without leaves out what came after an arrival: say after which one with --to.")
-    folder = RunFolder.open(parsed.folder)
+    folder = RunFolder.open(arguments.folder)
     config = folder.config()
-    task = None if config.input.task == "external" else rebuild_task(config, parsed.data)
-    to = None if parsed.to is None else int(parsed.to)
-    result = Rollback(folder, to=to, without=frozenset(parsed.without)).run(lambda new: rebuild(new, folder, task))
-    if parsed.without:
+    task = None if config.input.task == "external" else rebuild_task(config, arguments.data)
+    to = None if arguments.to is None else int(arguments.to)
+    result = Rollback(folder, to=to, without=frozenset(arguments.without)).run(lambda new: rebuild(new, folder, task))
+    if arguments.without:
         left_out = f"{result.left_out} contributions of {', '.join(result.machines)} were left out"
-        print(f"{parsed.folder} stands at arrival {result.arrivals} now: {left_out}.")
+        print(f"{arguments.folder} stands at arrival {result.arrivals} now: {left_out}.")
     else:
-        print(f"{parsed.folder} stands at arrival {result.arrivals} now.")
-    print(f"As it was before, it is in {result.old_folder}. `heloco serve {parsed.folder}` goes on.")
+        print(f"{arguments.folder} stands at arrival {result.arrivals} now.")
+    print(f"As it was before, it is in {result.old_folder}. `heloco serve {arguments.folder}` goes on.")
     return 0
 
 
-def replay(parsed: argparse.Namespace) -> int:
+def replay(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from heloco.cli.main import rebuild_task
     from heloco.cluster.server.replay import replay as make_again
     from heloco.run import RunFolder
 
-    folder = RunFolder.open(parsed.folder)
+    folder = RunFolder.open(arguments.folder)
     config = folder.config()
-    task = None if config.input.task == "external" else rebuild_task(config, parsed.data)
+    task = None if config.input.task == "external" else rebuild_task(config, arguments.data)
     replayed = make_again(folder, task)
-    if parsed.json:
+    if arguments.json:
         print(json.dumps(asdict(replayed)))
     else:
         since = f" after arrival {replayed.begun_at}" if replayed.begun_at else ""
         print(
             f"{replayed.lines} lines of the tape{since} made again from the journal; the parameters' digest is {replayed.digest}."
         )
-        print(f"They differ: {replayed.difference}." if replayed.difference else "All are the same, to the bit.")
-    return 1 if replayed.difference else 0
+        print("All are the same, to the bit." if replayed.difference is None else f"They differ: {replayed.difference}.")
+    return 0 if replayed.difference is None else 1

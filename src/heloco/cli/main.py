@@ -33,13 +33,13 @@ def main() -> None:
     sys.exit(run(sys.argv[1:], is_program=True))
 
 
-def run(arguments: list[str], *, is_program: bool = False) -> int:
+def run(words: list[str], *, is_program: bool = False) -> int:
     """Runs a command line, and returns its exit code. `is_program`: the process does nothing else, so a command may fork it."""
     try:
-        parsed = parser().parse_all(arguments)
-        parsed.is_program = is_program
-        command: Callable[[argparse.Namespace], int] = parsed.command
-        return command(parsed)
+        arguments = parser().parse_all(words)
+        arguments.is_program = is_program
+        command: Callable[[argparse.Namespace], int] = arguments.command
+        return command(arguments)
     except (UserError, RunStopped) as error:
         return fail(str(error))
     except KeyboardInterrupt:
@@ -138,40 +138,40 @@ def add_log_flag(parser: Parser) -> None:
     parser.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio")
 
 
-def logs_of(parsed: argparse.Namespace) -> list[str]:
+def logs_of(arguments: argparse.Namespace) -> list[str]:
     from heloco.report.mirrors import check_mirrors
 
-    names = [name.strip() for name in parsed.log.split(",") if name.strip()]
+    names = [name.strip() for name in arguments.log.split(",") if name.strip()]
     check_mirrors(names)
     return names
 
 
-def train(parsed: argparse.Namespace) -> int:
+def train(arguments: argparse.Namespace) -> int:
     from heloco.engine.build import build_task
     from heloco.engine.local import LocalRun, describe
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.settings import read_toml, with_recipe
 
-    logs = logs_of(parsed)
-    flags = given_fields(parsed)
-    settings = (read_toml(parsed.config, overridden=flags) if parsed.config else {}) | flags
-    is_real = parsed.engine == "ray"
-    values = with_recipe(parsed.recipe, settings, is_real=is_real)
+    logs = logs_of(arguments)
+    flags = given_fields(arguments)
+    settings = (read_toml(arguments.config, overridden=flags) if arguments.config else {}) | flags
+    is_real = arguments.engine == "ray"
+    values = with_recipe(arguments.recipe, settings, is_real=is_real)
     config = resolve(with_fields(RunConfig(), with_seats(values, 0) if is_real else values))
-    if parsed.out:
-        RunFolder.check_free(parsed.out)
+    if arguments.out:
+        RunFolder.check_free(arguments.out)
     if is_real:
-        return train_on_ray(config, parsed.out or make_next(Path("runs"), config.outer.method), logs)
+        return train_on_ray(config, arguments.out or make_next(Path("runs"), config.outer.method), logs)
     with show_preparation() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
     facts = describe(task, config, local.model)  # before a folder is claimed
-    local.folder = RunFolder.create(parsed.out or make_next(Path("runs"), config.outer.method), config, facts)
+    local.folder = RunFolder.create(arguments.out or make_next(Path("runs"), config.outer.method), config, facts)
     local.folder.start_writing()
     return carry_out(local, local.folder, logs)
 
 
-def resume(parsed: argparse.Namespace) -> int:
+def resume(arguments: argparse.Namespace) -> int:
     import torch
 
     from heloco.engine.build import model_digest
@@ -181,7 +181,7 @@ def resume(parsed: argparse.Namespace) -> int:
     from heloco.run import RunFolder
     from heloco.run.checkpoint import NO_LINES
 
-    folder, logs = RunFolder.open(parsed.folder), logs_of(parsed)
+    folder, logs = RunFolder.open(arguments.folder), logs_of(arguments)
     if (folder.path / JOURNAL).exists():
         raise UserError(f"{folder.path} is a run on real machines: `heloco serve {folder.path}` goes on with it.")
     config, facts = folder.config(), folder.facts()
@@ -190,12 +190,12 @@ def resume(parsed: argparse.Namespace) -> int:
             f"{folder.path / CONFIG} is not the config this run was started with: restore it, or start a new run with "
             f"`heloco train --config {folder.path / CONFIG}`."
         )
-    loaded = folder.load_latest(LocalState)
-    if loaded and loaded[0].arrival >= config.run.arrivals and loaded[0].evaluated_at == loaded[0].arrival:
+    start_point = folder.load_latest(LocalState)
+    if start_point and start_point[0].arrival >= config.run.arrivals and start_point[0].evaluated_at == start_point[0].arrival:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
     torch.set_num_threads(facts.threads)  # the inner steps' sums depend on it, to the bit
-    task = rebuild_task(config, parsed.data)
+    task = rebuild_task(config, arguments.data)
     if task.digest != facts.task_digest:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
@@ -203,9 +203,9 @@ def resume(parsed: argparse.Namespace) -> int:
     if model_digest(task) != facts.model_digest:
         raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
     local = LocalRun(task, config, folder=folder)
-    if loaded:
-        local.load(*loaded)
-    folder.start_writing(loaded[0].lines if loaded else NO_LINES)
+    if start_point:
+        local.load(*start_point)
+    folder.start_writing(start_point[0].lines if start_point else NO_LINES)
     print(f"Resuming {folder.path} at arrival {local.synchronizer.arrivals} of {config.run.arrivals}.", flush=True)
     return carry_out(local, folder, logs)
 
@@ -273,7 +273,7 @@ def show_preparation() -> Any:
 # ---- a run's model
 
 
-def evaluate(parsed: argparse.Namespace) -> int:
+def evaluate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from heloco.engine.build import load_model, pick_device
@@ -282,37 +282,37 @@ def evaluate(parsed: argparse.Namespace) -> int:
     from heloco.run import RunFolder
     from heloco.task import mean_scores
 
-    folder = RunFolder.open(parsed.folder)
+    folder = RunFolder.open(arguments.folder)
     config = folder.config(for_task=True)
     state, tensors = folder.load_model()
-    task = rebuild_task(config, parsed.data, languages=[])
+    task = rebuild_task(config, arguments.data, languages=[])
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
     mean = finite_measures(mean_scores(scores))
     per_source = {name: finite_measures(measures) for name, measures in scores.items()}
-    if parsed.json:
+    if arguments.json:
         print(json.dumps({"arrival": state.arrival, "mean": mean, "scores": per_source}, indent=1))
     else:
         Console().print(scores_table(mean, per_source))
     return 0
 
 
-def export(parsed: argparse.Namespace) -> int:
+def export(arguments: argparse.Namespace) -> int:
     from heloco.errors import nearest
     from heloco.run import RunFolder
     from heloco.run.export import FORMATS, export_hf, export_model
 
-    if parsed.format not in FORMATS:
-        raise UserError(f"There is no export format {parsed.format!r}; {nearest(parsed.format, FORMATS)}")
-    folder = RunFolder.open(parsed.folder)
-    if parsed.format == "hf":
-        out, without = parsed.out or folder.path / "hf", ""
+    if arguments.format not in FORMATS:
+        raise UserError(f"There is no export format {arguments.format!r}; {nearest(arguments.format, FORMATS)}")
+    folder = RunFolder.open(arguments.folder)
+    if arguments.format == "hf":
+        out, without = arguments.out or folder.path / "hf", ""
         count, tokenizer = export_hf(folder, out)
         if not tokenizer:
             name = folder.config(for_task=True).input.tokenizer
             without = f" Its tokenizer, {name}, is not on this machine any more and was left out."
         print(f"Wrote {count:,} parameters to {out}.{without}")
         return 0
-    out = parsed.out or folder.path / "model.safetensors"
+    out = arguments.out or folder.path / "model.safetensors"
     count = export_model(folder, out)
     print(f"Wrote {count:,} parameters to {out}.")
     return 0
@@ -321,7 +321,7 @@ def export(parsed: argparse.Namespace) -> int:
 # ---- without training
 
 
-def schedule(parsed: argparse.Namespace) -> int:
+def schedule(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from heloco.engine.schedule import planned_arrivals, summarize
@@ -332,17 +332,17 @@ def schedule(parsed: argparse.Namespace) -> int:
     from heloco.run.settings import with_recipe
 
     names = ("paces", "workers", "inner_steps", "arrivals", "method", "steps", "grace")
-    settings: Settings = {name: value for name in names if (value := getattr(parsed, name)) is not None}
-    config = resolve(with_fields(RunConfig(), with_recipe(parsed.recipe, settings)))
+    settings: Settings = {name: value for name in names if (value := getattr(arguments, name)) is not None}
+    config = resolve(with_fields(RunConfig(), with_recipe(arguments.recipe, settings)))
     rounds = config.rounds
     steps = inner_steps(rounds.steps, rounds.inner_steps, rounds.paces)
     events = planned_arrivals(config)
-    arrivals = list(events) if parsed.events else []
-    time_s, shares = summarize(iter(arrivals) if parsed.events else events, steps)
-    if parsed.json:
+    arrivals = list(events) if arguments.events else []
+    time_s, shares = summarize(iter(arrivals) if arguments.events else events, steps)
+    if arguments.json:
         rows = [{"time_s": t, "worker": a.worker, "version": a.version, "staleness": a.staleness} for t, a in arrivals]
         table = [asdict(share) for share in shares]
-        print(json.dumps({"time_s": time_s, "workers": table} | ({"events": rows} if parsed.events else {})))
+        print(json.dumps({"time_s": time_s, "workers": table} | ({"events": rows} if arguments.events else {})))
         return 0
     for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
@@ -356,7 +356,7 @@ WHAT_TO_USE = """What to use
     For the paper's setting: --recipe paper, with any --method. results/README.md compares them."""
 
 
-def methods(parsed: argparse.Namespace) -> int:
+def methods(arguments: argparse.Namespace) -> int:
     from heloco.methods import METHODS
     from heloco.run.settings import NAMED
 
@@ -369,7 +369,7 @@ def methods(parsed: argparse.Namespace) -> int:
         }
         for m in METHODS.values()
     ]  # fmt: skip
-    if parsed.json:
+    if arguments.json:
         print(json.dumps(descriptions, indent=1, ensure_ascii=False))
         return 0
     for method in descriptions:

@@ -37,10 +37,10 @@ class FolderMirror:
         self._reached_s = time.monotonic()
         self._following: threading.Thread | None = None
 
-    def reason_to_give_up(self) -> str:
-        """Why the run counts as gone; empty while it does not."""
+    def reason_to_give_up(self) -> str | None:
+        """Why the run counts as gone; None if it does not."""
         if time.monotonic() - self._reached_s < LOST_S:
-            return ""
+            return None
         return (
             f"{self.link.address} was out of reach for {LOST_S:g} s: it was stopped there, or this is all there will be to see."
         )

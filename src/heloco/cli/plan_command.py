@@ -28,22 +28,22 @@ def add_plan_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def plan(parsed: argparse.Namespace) -> int:
+def plan(arguments: argparse.Namespace) -> int:
     from heloco.engine.site_plan import Site, plan_site, rehearse
     from heloco.run.values import convert
     from heloco.wire.formats import FormatName
 
-    paces = convert("step", parsed.step, list[float])
-    up, down, latency_s = parse_link(parsed.link)
+    paces = convert("step", arguments.step, list[float])
+    up, down, latency_s = parse_link(arguments.link)
     site = Site(
-        parameters=parse_parameter_count(parsed.params), workers=convert("workers", parsed.workers, int),
+        parameters=parse_parameter_count(arguments.params), workers=convert("workers", arguments.workers, int),
         step_s=min(paces, default=0.0), up_mbit_s=up, down_mbit_s=down, latency_s=latency_s,
     )  # fmt: skip
-    steps = None if parsed.inner_steps is None else convert("inner_steps", parsed.inner_steps, int)
-    wire = None if parsed.wire is None else convert("wire", parsed.wire, FormatName)
-    site_plan = plan_site(site, inner_steps=steps, wire=wire, overlap=convert("overlap", parsed.overlap, bool))
-    rehearsal = rehearse(site_plan, paces) if parsed.simulate else None
-    if parsed.json:
+    steps = None if arguments.inner_steps is None else convert("inner_steps", arguments.inner_steps, int)
+    wire = None if arguments.wire is None else convert("wire", arguments.wire, FormatName)
+    site_plan = plan_site(site, inner_steps=steps, wire=wire, overlap=convert("overlap", arguments.overlap, bool))
+    rehearsal = rehearse(site_plan, paces) if arguments.simulate else None
+    if arguments.json:
         print(json.dumps(as_numbers(site_plan) | ({"simulated": asdict(rehearsal)} if rehearsal else {})))
     else:
         print("\n".join(as_lines(site_plan, rehearsal)))

@@ -16,16 +16,16 @@ def add_report_flags(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
 
 
-def report(parsed: argparse.Namespace) -> int:
+def report(arguments: argparse.Namespace) -> int:
     from heloco.report.page_data import render_runs
     from heloco.report.page_writer import check_parts
     from heloco.report.run_reader import read_runs
 
     check_parts()
-    out: Path = parsed.out
+    out: Path = arguments.out
     if out.is_dir():
         raise UserError(f"{out} is a folder: name the file to write, e.g. --out {out / 'report.html'}.")
-    write(out, render_runs(read_runs(parsed.folders)))
+    write(out, render_runs(read_runs(arguments.folders)))
     print(f"Wrote {out} ({out.stat().st_size / 1e6:.1f} MB): open it in a browser.")
     return 0
 
@@ -51,19 +51,19 @@ def add_compare_flags(parser: Parser) -> None:
     parser.add_argument("--format", metavar="{table,markdown,csv}", default="table", help="[table]")
 
 
-def compare(parsed: argparse.Namespace) -> int:
+def compare(arguments: argparse.Namespace) -> int:
     from heloco.report.compare import tables_at
     from heloco.report.run_reader import read_runs
     from heloco.report.table_text import as_csv, as_markdown, in_terminal, wide_console
 
-    if parsed.format not in FORMATS:
-        raise UserError(f"There is no format {parsed.format!r}; {nearest(parsed.format, FORMATS)}")
-    budgets = {name: _budget(name, getattr(parsed, name)) for name in ("at_tokens", "at_time")}
-    tables = tables_at(read_runs(parsed.folders), units=budgets["at_tokens"], time_s=budgets["at_time"])
-    if parsed.format == "table":
+    if arguments.format not in FORMATS:
+        raise UserError(f"There is no format {arguments.format!r}; {nearest(arguments.format, FORMATS)}")
+    budgets = {name: _budget(name, getattr(arguments, name)) for name in ("at_tokens", "at_time")}
+    tables = tables_at(read_runs(arguments.folders), units=budgets["at_tokens"], time_s=budgets["at_time"])
+    if arguments.format == "table":
         for table in tables:
             wide_console().print(in_terminal(table))
-    elif parsed.format == "markdown":
+    elif arguments.format == "markdown":
         print("\n\n".join(map(as_markdown, tables)))
     else:
         sys.stdout.write("\n".join(map(as_csv, tables)))

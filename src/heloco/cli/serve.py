@@ -45,30 +45,30 @@ def add_serve_flags(parser: Parser) -> None:
     add_config_flags(parser, without=("workers",), is_real=True)
 
 
-def serve(parsed: argparse.Namespace) -> int:
+def serve(arguments: argparse.Namespace) -> int:
     """`heloco serve`: serves a new run or an old one until it ends or a signal comes, and returns the exit code."""
     from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
 
-    local = parse_whole_number(parsed.workers, "workers")
-    previous = (ListenConfig.load(parsed.run) if parsed.run else None) or ListenConfig(EVERYWHERE)
-    port = parse_whole_number(parsed.port, "port") if parsed.port else previous.port
+    local = parse_whole_number(arguments.workers, "workers")
+    previous = (ListenConfig.load(arguments.run) if arguments.run else None) or ListenConfig(EVERYWHERE)
+    port = parse_whole_number(arguments.port, "port") if arguments.port else previous.port
     if port > 65535:
         raise UserError(f"port cannot be {port}: give a number from 0 to 65535.")
-    host = parsed.host or previous.host
-    names = tuple(parsed.name) or (previous.names if host == previous.host else ()) or own_names(host)
+    host = arguments.host or previous.host
+    names = tuple(arguments.name) or (previous.names if host == previous.host else ()) or own_names(host)
     page = PAGE if page_can_be_shown() else ""
-    cert, key = (str(Path(path).resolve()) if path else "" for path in (parsed.cert, parsed.key))
+    cert, key = (str(Path(path).resolve()) if path else "" for path in (arguments.cert, arguments.key))
     listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
-    if parsed.ray in ("auto", "off"):  # otherwise it may be another machine that listens
-        is_old_run = parsed.run is not None and parsed.run.is_dir()
+    if arguments.ray in ("auto", "off"):  # otherwise it may be another machine that listens
+        is_old_run = arguments.run is not None and arguments.run.is_dir()
         check_port(host, port, wait_s=RELEASE_S if is_old_run else 0.0)
-    spec = spec_for(parsed, local, listen)
-    if parsed.is_program and CAN_RESTART and serves_here(spec, parsed.ray):
+    spec = spec_for(arguments, local, listen)
+    if arguments.is_program and CAN_RESTART and serves_here(spec, arguments.ray):
         from heloco.cli.warm_serve import serve_in_children
 
         return serve_in_children(spec, local)
-    return carry_on(spec, local, parsed.ray)
+    return carry_on(spec, local, arguments.ray)
 
 
 def own_names(host: str) -> tuple[str, ...]:
@@ -115,32 +115,32 @@ def page_can_be_shown() -> bool:
     return all(find_spec(part) is not None for part in ("plotly", "jinja2", "starlette"))
 
 
-def spec_for(parsed: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
+def spec_for(arguments: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
     """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
     from heloco.cluster.server.open_run import check_servable
     from heloco.cluster.server.process import ServeSpec, spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.settings import read_toml, setting_sections, to_toml, with_recipe
 
-    flags = given_fields(parsed)
-    if parsed.run is not None and parsed.run.is_dir():
-        if not RunFolder.open(parsed.run).facts().is_real:
-            raise UserError(f"{parsed.run} is a simulation: `heloco resume {parsed.run}` goes on with it.")
+    flags = given_fields(arguments)
+    if arguments.run is not None and arguments.run.is_dir():
+        if not RunFolder.open(arguments.run).facts().is_real:
+            raise UserError(f"{arguments.run} is a simulation: `heloco resume {arguments.run}` goes on with it.")
         sections = setting_sections()
         for name in flags:
             if sections[name] not in ("cluster", "input"):
                 raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
         changes = {name: value for name, value in flags.items() if sections[name] == "cluster"}
         cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
-        return ServeSpec(str(parsed.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
-    values = (read_toml(parsed.run, overridden=flags) if parsed.run else {}) | flags
-    seats = parse_whole_number(parsed.seats, "seats") if parsed.seats else 0
+        return ServeSpec(str(arguments.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
+    values = (read_toml(arguments.run, overridden=flags) if arguments.run else {}) | flags
+    seats = parse_whole_number(arguments.seats, "seats") if arguments.seats else 0
     values = with_recipe("best", values, is_real=True)
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
-    if parsed.out and config.input.task != "external":  # that one checks the folder itself
-        RunFolder.check_free(parsed.out)
-    return spec_of(config, parsed.out or make_next(Path("runs"), config.outer.method), listen=listen)
+    if arguments.out and config.input.task != "external":  # that one checks the folder itself
+        RunFolder.check_free(arguments.out)
+    return spec_of(config, arguments.out or make_next(Path("runs"), config.outer.method), listen=listen)
 
 
 def with_seats(values: "Settings", count: int) -> "Settings":
@@ -182,7 +182,7 @@ class Engine(Protocol):
         """Where the run stands, with its machines, pauses and ending."""
 
     def stop(self, reason: str) -> None:
-        """Saves the run and ends it for now: machines are told `reason`."""
+        """Saves the run and ends it for now: machines receive `reason`."""
 
     def trouble(self) -> str | None:
         """The error of a local worker or of the synchronizer that needs a person; None if there is none."""
@@ -273,7 +273,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
             print(notice, flush=True)
         state = engine.status()
         if state.ended is not None and state.ended.kind == "finished":
-            print(f"{spec.folder} is finished: all {state.planned} arrivals are in.")
+            print(f"{spec.folder} is finished: all {state.arrival_goal} arrivals are in.")
             return 0
         if child is not None and child.is_restart:
             print(f"The run goes on after arrival {state.arrivals}.", flush=True)
@@ -345,13 +345,11 @@ def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
 
 def is_external(spec: "ServeSpec") -> bool:
     """Whether training scripts bring the model of the run. Then `heloco join` cannot train it."""
-    import tomllib
-
+    from heloco.records.config_facts import parse_config, read_config
     from heloco.records.run_files import CONFIG
 
-    config_path = Path(spec.folder) / CONFIG
-    text = spec.config or (config_path.read_text() if config_path.exists() else "")
-    return bool(tomllib.loads(text).get("input", {}).get("task") == "external")
+    config = parse_config(spec.config, "the run's config") if spec.config else read_config(Path(spec.folder) / CONFIG)
+    return config.input.task == "external"
 
 
 def reachable(address: str, spec: "ServeSpec") -> str:

@@ -4,7 +4,6 @@ It reads only new lines of the run's files, so neither its memory nor its start-
 
 import math
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic
@@ -17,7 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from heloco.cluster.protocol.messages import Ended, MachineStatus, Status
+from heloco.records.config_facts import ConfigFacts, read_config
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.events import PauseKind
 from heloco.records.lines import RecordT, Tail
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
@@ -47,13 +48,13 @@ def follow(engine: "Engine", folder: Path, is_stopping: Callable[[], bool]) -> E
 
 
 def _look_on(engine: "Engine", view: "RunView", is_stopping: Callable[[], bool], show: Callable[[Status], Any]) -> Ended | None:
-    trouble = ""
+    trouble: str | None = None
     while True:
         status = engine.status()
         try:
             view.refresh()
             show(status)
-            trouble = ""
+            trouble = None
         except Exception as error:  # no descriptor left, or a damaged line: the run continues, and the next look tries again
             if str(error) != trouble:
                 trouble = str(error)
@@ -100,19 +101,20 @@ class RunView:
     def __init__(self, folder: Path, console: Console) -> None:
         self.folder, self.console = folder, console
         self.facts: RunFacts | None = None
+        self._config: ConfigFacts | None = None
         self._tape: NewRecords[ArrivalRecord] | None = None
         self._evals: NewRecords[EvaluationRecord] | None = None
         self._new_sentences: list[tuple[int, str]] = []
         """(arrival, a sentence about it)"""
         self._losses: list[float] = []
         self._machines: dict[str, str] = {}
-        self._paused = ""
+        self._pause_kind: PauseKind | None = None
 
     def refresh(self) -> None:
-        if self.facts is None or self._tape is None or self._evals is None:
+        if self.facts is None or self._config is None or self._tape is None or self._evals is None:
             if not ((self.folder / CONFIG).exists() and (self.folder / META).exists()):
                 return
-            self.facts = read_facts(self.folder / META)
+            self.facts, self._config = read_facts(self.folder / META), read_config(self.folder / CONFIG)
             self._evals = NewRecords(self.folder / EVALS, EvaluationRecord)
             self._tape = NewRecords(self.folder / TAPE, ArrivalRecord)
             if self._evals.last is not None:
@@ -122,23 +124,17 @@ class RunView:
             if arrival.loss is not None:
                 self._losses = [*self._losses[-99:], arrival.loss]
             if self.facts.is_external and arrival.verdict != "refused":
-                self._new_sentences += self._training_sentence(arrival)
+                self._new_sentences += self._training_sentence(arrival, self._config)
         self._new_sentences += [_evaluation_sentence(evaluation, self.facts.unit) for evaluation in self._evals.more()]
 
-    def _training_sentence(self, arrival: ArrivalRecord) -> list[tuple[int, str]]:
+    def _training_sentence(self, arrival: ArrivalRecord, config: ConfigFacts) -> list[tuple[int, str]]:
         """If nothing is evaluated: now and then, what the machines say of their losses."""
-        interval, planned = self._settings()
-        if arrival.arrival % interval and arrival.arrival != planned:
+        interval = config.run.milestone_interval
+        if arrival.arrival % interval and arrival.arrival != config.run.arrivals:
             return []
         recent = self._losses[-interval:]
         loss = f"mean training loss {sum(recent) / len(recent):.3f}" if recent else "training loss not reported"
         return [(arrival.arrival, f"real {duration(arrival.time_s)}  {loss}")]
-
-    def _settings(self) -> tuple[int, int]:
-        """(arrivals between evaluations, arrivals in total)"""
-        settings = tomllib.loads((self.folder / CONFIG).read_text()).get("run", {})
-        planned = int(settings.get("arrivals", 0))
-        return int(settings.get("eval_every", 0)) or planned or 1, planned
 
     @property
     def loss(self) -> str:
@@ -150,12 +146,14 @@ class RunView:
 
     def panel(self, status: Status) -> RenderableType:
         self._new_sentences.clear()
-        left_s = (status.planned - status.arrivals) / status.per_minute * 60 if status.per_minute else math.nan
+        left_s = (status.arrival_goal - status.arrivals) / status.per_minute * 60 if status.per_minute else math.nan
         times = f"{duration(status.time_s)} gone" + (f", {duration(left_s)} left" if math.isfinite(left_s) else "")
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(ProgressBar(status.planned, status.arrivals), f"{status.arrivals}/{status.planned} arrivals · {times}")
+        bar.add_row(
+            ProgressBar(status.arrival_goal, status.arrivals), f"{status.arrivals}/{status.arrival_goal} arrivals · {times}"
+        )
         facts = Table.grid(padding=(0, 3))
         facts.add_row(f"outer step [b]{status.outer_step}[/]", self.loss)
         title = f"[b]{self.facts.method if self.facts else 'a run without a model yet'}[/]"
@@ -171,12 +169,12 @@ class RunView:
             if machine not in present:
                 print(f"{name} is gone ({count_machines(len(present))}).", flush=True)
         self._machines = present
-        paused = status.paused.text if status.paused else ""
-        if paused != self._paused:
-            self._paused = paused
-            print(f"The run pauses: {paused}." if paused else "The run goes on.", flush=True)
+        pause_kind = status.paused.kind if status.paused else None
+        if pause_kind != self._pause_kind:
+            self._pause_kind = pause_kind
+            print(f"The run pauses: {status.paused.text}." if status.paused else "The run goes on.", flush=True)
         for arrival, sentence in self._new_sentences:
-            print(f"arrival {arrival:>6}/{status.planned}  {sentence}", flush=True)
+            print(f"arrival {arrival:>6}/{status.arrival_goal}  {sentence}", flush=True)
         self._new_sentences.clear()
 
 
@@ -242,5 +240,5 @@ def status_lines(status: Status) -> list[str]:
     state = f"ended: {status.ended.text}" if status.ended else paused
     return [
         f"Run {status.run} ({status.folder}): {state}.",
-        f"{status.arrivals} of {status.planned} arrivals, outer step {status.outer_step}, {duration(status.time_s)} gone.",
+        f"{status.arrivals} of {status.arrival_goal} arrivals, outer step {status.outer_step}, {duration(status.time_s)} gone.",
     ]

@@ -32,48 +32,48 @@ def add_study_flags(parser: Parser) -> None:
     add("--device", "TEXT", "cpu, cuda, or auto: a GPU if there is one [auto]", default="auto")
 
 
-def study(parsed: argparse.Namespace) -> int:
+def study(arguments: argparse.Namespace) -> int:
     from heloco.engine.build import pick_device
     from heloco.report.table_text import wide_console
     from heloco.study.display import list_table
     from heloco.study.output import Folder
     from heloco.study.spec import SCALES, load_study
 
-    if parsed.list:
+    if arguments.list:
         wide_console().print(list_table())
         return 0
-    if parsed.study is None:
+    if arguments.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
-    selected_study = load_study(parsed.study)
-    if parsed.scale not in SCALES:
-        raise UserError(f"There is no scale {parsed.scale!r}; {nearest(parsed.scale, SCALES)}")
-    if parsed.data is None and parsed.scale == "paper":
+    selected_study = load_study(arguments.study)
+    if arguments.scale not in SCALES:
+        raise UserError(f"There is no scale {arguments.scale!r}; {nearest(arguments.scale, SCALES)}")
+    if arguments.data is None and arguments.scale == "paper":
         raise UserError(
             "At the paper's scale a study needs text: give --data DIR, a folder with a file or sub-folder per language. "
             "`--scale small` needs none."
         )
-    pick_device(parsed.device)  # a missing device is reported before the data is prepared
-    folder = Folder(parsed.out or Path("results" if parsed.scale == "paper" else "results-small"), selected_study.name)
+    pick_device(arguments.device)  # a missing device is reported before the data is prepared
+    folder = Folder(arguments.out or Path("results" if arguments.scale == "paper" else "results-small"), selected_study.name)
     folder.check_ours()
-    plan = plan_of(parsed, selected_study)
+    plan = plan_of(arguments, selected_study)
     folder.check_same(plan)
-    return carry_out(parsed, plan, folder)
+    return carry_out(arguments, plan, folder)
 
 
-def plan_of(parsed: argparse.Namespace, selected_study: "Study") -> "Plan":
+def plan_of(arguments: argparse.Namespace, selected_study: "Study") -> "Plan":
     from heloco.corpus import rich_progress
     from heloco.engine.build import build_task
     from heloco.study.plan import make_plan
 
     names = ("data", "tokenizer", "languages", "device")
-    settings = {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
+    settings = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     with rich_progress() as progress:
         return make_plan(
             selected_study,
-            scale=parsed.scale,
-            seeds=None if parsed.seeds is None else whole_number("seeds", parsed.seeds),
-            rows=split_names(parsed.rows, ";"),
-            methods=split_names(parsed.methods, ","),
+            scale=arguments.scale,
+            seeds=None if arguments.seeds is None else whole_number("seeds", arguments.seeds),
+            rows=split_names(arguments.rows, ";"),
+            methods=split_names(arguments.methods, ","),
             settings=settings,
             build_task=lambda config: build_task(config, progress),
         )
@@ -90,7 +90,7 @@ def split_names(texts: list[str] | None, separator: str) -> list[str]:
     return [name.strip() for text in texts or () for name in text.split(separator)]
 
 
-def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
+def carry_out(arguments: argparse.Namespace, plan: "Plan", folder: "Folder") -> int:
     """Makes the missing runs, to the end or to a signal. Writes and prints the results."""
     import torch
 
@@ -102,11 +102,11 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     from heloco.study.output import PAGE, write_results
     from heloco.study.plan import carry_out as run_all
 
-    device = pick_device(parsed.device)
+    device = pick_device(arguments.device)
     missing_runs = plan.find_missing(folder.store)
-    if missing_runs and device.type == "cpu" and parsed.scale == "paper" and parsed.device == "auto":
-        refuse_the_cpu(parsed, plan, folder)
-    if device.type == "cpu" and parsed.scale == "small":
+    if missing_runs and device.type == "cpu" and arguments.scale == "paper" and arguments.device == "auto":
+        refuse_the_cpu(arguments, plan, folder)
+    if device.type == "cpu" and arguments.scale == "small":
         torch.set_num_threads(1)  # threads would mostly wait for each other, because the matrices are small
     console = wide_console()
     finished = len(plan.runs) - len(missing_runs)
@@ -138,7 +138,7 @@ def carry_out(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> int
     return 0
 
 
-def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -> None:
+def refuse_the_cpu(arguments: argparse.Namespace, plan: "Plan", folder: "Folder") -> None:
     from heloco.study.cost import hours_here
 
     missing_runs = plan.find_missing(folder.store)
@@ -146,6 +146,6 @@ def refuse_the_cpu(parsed: argparse.Namespace, plan: "Plan", folder: "Folder") -
     hours_text = f"{hours:,.0f}" if hours >= 10 else f"{hours:.1f}"
     raise UserError(
         f"There is no GPU here, and on this CPU the {len(missing_runs)} missing runs of {plan.study.name} would take about "
-        f"{hours_text} hours: `heloco study {parsed.study} --scale small` takes minutes, and --device cpu "
+        f"{hours_text} hours: `heloco study {arguments.study} --scale small` takes minutes, and --device cpu "
         "goes ahead all the same."
     )

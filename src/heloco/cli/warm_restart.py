@@ -2,7 +2,7 @@
 
 Starting Python with torch from nothing takes seconds. So the parent imports everything that the work needs, does nothing else,
 and forks: a child that is killed is replaced by another fork within a fraction of a second. When the parent itself dies, its
-child dies at once, so that whoever starts the parent again finds its files and its port free.
+child dies at once, so that a person who starts the parent again finds its files and its port free.
 
 Only on Linux: elsewhere a process cannot ask to be killed with its parent, and macOS's own libraries may crash after a fork.
 """
@@ -23,7 +23,7 @@ from typing import Any
 from heloco.errors import RunStopped
 
 START_AGAIN = 75
-"""Exit code of a child that another start may help, because its disk failed for one. sysexits.h calls it EX_TEMPFAIL."""
+"""Exit code of a child that may succeed when it is started again, for example after a disk error: EX_TEMPFAIL of sysexits.h."""
 RESTART_LIMIT = 8
 """Restarts in a row without progress. After that many something is wrong for good."""
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 16.0
@@ -45,14 +45,14 @@ def import_ahead(modules: Iterable[str]) -> None:
 # ---- what to do when a child has ended
 
 
-def reason_to_restart(status: int) -> str:
-    """What happened to a child with this wait status that is to be started again; empty where its end is final."""
+def reason_to_restart(status: int) -> str | None:
+    """What happened to a child with this wait status that is to be started again; None if its end is final."""
     code = os.waitstatus_to_exitcode(status)
     if code == START_AGAIN:
         return "stopped"
     if code < 0 and -code not in STOPPING:
         return f"was killed by {_name(-code)}"
-    return ""
+    return None
 
 
 def _name(number: int) -> str:
@@ -126,7 +126,7 @@ class WarmRestart:
             _, status = os.waitpid(self._child, 0)
             self._child = 0
             reason = reason_to_restart(status)
-            if not reason:
+            if reason is None:
                 return exit_code(status)
             if self._stopped_by:
                 break

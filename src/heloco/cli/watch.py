@@ -27,48 +27,57 @@ def add_watch_flags(parser: Parser) -> None:
     parser.add_argument("--port", metavar="N", default="8765", help="0: any free one [8765]")
 
 
-def watch(parsed: argparse.Namespace) -> int:
+def watch(arguments: argparse.Namespace) -> int:
     mirrors: list[FolderMirror] = []
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
             stack.callback(signal.signal, number, before)
-        folders = [local_folder(run, parsed, stack, mirrors) for run in parsed.runs]
-        return show(parsed, folders, lambda: next((reason for mirror in mirrors if (reason := mirror.reason_to_give_up())), ""))
+        folders = [local_folder(run, arguments, stack, mirrors) for run in arguments.runs]
+        return show(arguments, folders, lambda: reason_to_give_up(mirrors))
 
 
-def local_folder(run: str, parsed: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["FolderMirror"]) -> Path:
+def reason_to_give_up(mirrors: Sequence["FolderMirror"]) -> str | None:
+    """Why one of the runs counts as gone; None if none does."""
+    reasons = (mirror.reason_to_give_up() for mirror in mirrors)
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def local_folder(run: str, arguments: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["FolderMirror"]) -> Path:
     """The run's folder, or a local copy of it if the run is served elsewhere."""
     if not run.startswith(("https:", "ray:", "http:")):
         return Path(run)
     from heloco.cli.mirror import FolderMirror
 
-    mirror = FolderMirror(link_to(run.rstrip("/"), parsed.token, parsed.token_file, "viewer"))
+    mirror = FolderMirror(link_to(run.rstrip("/"), arguments.token, arguments.token_file, "viewer"))
     stack.callback(mirror.close)
     mirror.start()
     mirrors.append(mirror)
     return mirror.folder
 
 
-def show(parsed: argparse.Namespace, folders: Sequence[Path], reason_to_give_up: Callable[[], str]) -> int:
+def show(arguments: argparse.Namespace, folders: Sequence[Path], find_reason: Callable[[], str | None]) -> int:
+    """`find_reason` returns why the display is given up; None if it goes on."""
     from heloco.report.run_reader import read_runs
 
     runs = read_runs(folders)
-    if parsed.text:
-        return in_the_terminal(runs, reason_to_give_up)
+    if arguments.text:
+        return in_the_terminal(runs, find_reason)
     from heloco.report import live, page_writer
 
     page_writer.check_parts()
     live.check_parts()
-    if not parsed.port.isdecimal() or int(parsed.port) > 65535:
-        raise UserError(f"port cannot be {parsed.port!r}: give a number from 0 to 65535.")
-    live.serve(runs, parsed.host, int(parsed.port), lambda address: print(f"Watching at {address} (Ctrl-C ends it).", flush=True))
+    if not arguments.port.isdecimal() or int(arguments.port) > 65535:
+        raise UserError(f"port cannot be {arguments.port!r}: give a number from 0 to 65535.")
+    live.serve(
+        runs, arguments.host, int(arguments.port), lambda address: print(f"Watching at {address} (Ctrl-C ends it).", flush=True)
+    )
     return 0
 
 
-def in_the_terminal(runs: Sequence["Run"], reason_to_give_up: Callable[[], str] = str) -> int:
+def in_the_terminal(runs: Sequence["Run"], find_reason: Callable[[], str | None] = lambda: None) -> int:
     """One panel per run, redrawn as it grows. If the output is not a terminal, one line per
-    evaluation. `reason_to_give_up` returns an empty text while there is none."""
+    evaluation. `find_reason` returns why it is given up; None if it goes on."""
     import time
 
     from rich.console import Console, Group
@@ -77,7 +86,7 @@ def in_the_terminal(runs: Sequence["Run"], reason_to_give_up: Callable[[], str] 
     from heloco.report.terminal import Progress, tables
 
     console = Console()
-    displays = [Progress(run.summary, run.facts, run.planned or run.summary.arrivals, console) for run in runs]
+    displays = [Progress(run.summary, run.facts, run.planned, console) for run in runs]
     printed = [0] * len(runs)
 
     def look() -> bool:
@@ -90,7 +99,7 @@ def in_the_terminal(runs: Sequence["Run"], reason_to_give_up: Callable[[], str] 
                     progress.print_line(stage)
                 printed[i] = len(run.stages)
         is_going = not all(run.is_whole for run in runs)
-        if is_going and (why := reason_to_give_up()):
+        if is_going and (why := find_reason()) is not None:
             raise RunStopped(why)
         return is_going
 

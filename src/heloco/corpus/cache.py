@@ -166,7 +166,7 @@ def remove_unfinished(cache: Path) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """A live process holds the lock in its folder; where there is no lock to ask, an hour's silence decides."""
+    """Whether no live process works in the folder: its lock is free, or it has no lock and nothing has changed for an hour."""
     lock = folder / "lock"
     if fcntl is None or not lock.exists():
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir())) > _STALE_S
@@ -179,7 +179,10 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 def _locked(path: Path) -> BinaryIO:
-    """A file only we hold: locked under another name first, for a lock seen unlocked would mean that its owner is gone."""
+    """Creates a file that this process has locked.
+
+    It is locked under another name and then renamed: other processes take an unlocked file to mean that its owner is gone.
+    """
     file = path.with_suffix(".new").open("wb")
     if fcntl is not None:
         fcntl.flock(file, fcntl.LOCK_EX)

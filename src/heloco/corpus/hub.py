@@ -80,7 +80,7 @@ def _rows(dataset: str, config: str, split: str, field: str, meter: Meter) -> It
 
 @contextmanager
 def _in_words(dataset: str, config: str | None) -> Iterator[None]:
-    """Whatever goes wrong below `datasets` (three HTTP libraries' errors among it), said in a sentence."""
+    """Turns an error of `datasets`, or of one of the HTTP libraries that it uses, into a UserError with one sentence."""
     try:
         yield
     except UserError:

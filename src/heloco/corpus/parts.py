@@ -78,7 +78,7 @@ def divide(documents: Iterable[str], name: str) -> Iterator[Labelled]:
             yield "train", pending_document
         pending_document = document
     if pending_document is None:
-        return  # an empty source: whoever writes it down says so
+        return  # an empty source: the caller reports it
     if "val" in filled_parts:
         yield "train", pending_document
     elif "train" in filled_parts:

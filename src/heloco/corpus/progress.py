@@ -1,4 +1,4 @@
-"""How far the preparation is, for whoever watches."""
+"""Reports how far the preparation of a corpus is."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

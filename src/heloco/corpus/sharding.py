@@ -76,8 +76,8 @@ def split(
             f"{sum(sizes)} windows of {context} tokens cannot be dealt to {shards} shards: give 1 to {sum(sizes)} shards."
         )
     rng = np.random.default_rng([seed, _DEAL])
-    dealt = _deal_evenly(sizes, shards, rng) if scheme == "iid" else _deal_unevenly(sizes, shards, alpha, rng)
-    return tuple(_shard(f"{scheme}-{i}", views, members) for i, members in enumerate(dealt))
+    windows_of_shards = _deal_evenly(sizes, shards, rng) if scheme == "iid" else _deal_unevenly(sizes, shards, alpha, rng)
+    return tuple(_shard(f"{scheme}-{i}", views, members) for i, members in enumerate(windows_of_shards))
 
 
 def _cut_windows(tokens: npt.NDArray[Any], context: int, name: str) -> npt.NDArray[Any]:
@@ -101,7 +101,7 @@ def _shard(name: str, views: Sequence[npt.NDArray[Any]], members: Sequence[Indic
 
 
 def _deal_evenly(sizes: Sequence[int], shards: int, rng: np.random.Generator) -> list[list[Indices]]:
-    """For each shard and source the windows it gets: all windows of all sources in one shuffled pack."""
+    """Shuffles all windows of all sources together and deals them. Returns the windows of each shard, by source."""
     firsts = np.cumsum([0, *sizes])
     hands = np.array_split(rng.permutation(firsts[-1]), shards)
     return [[hand[(hand >= a) & (hand < b)] - a for a, b in pairwise(firsts)] for hand in hands]
@@ -113,7 +113,7 @@ def _deal_unevenly(sizes: Sequence[int], shards: int, alpha: float, rng: np.rand
             f"A Dirichlet split needs an alpha above 0, not {alpha}: small (0.1) for unequal shards, large (100) for equal ones."
         )
     counts = np.stack([_counts(size, shards, alpha, rng) for size in sizes])
-    for empty in np.flatnonzero(counts.sum(axis=0) == 0):  # one window from whoever has most, where the draw left a shard none
+    for empty in np.flatnonzero(counts.sum(axis=0) == 0):  # an empty shard gets one window from the shard that has most
         source, richest = divmod(int(np.argmax(np.where(counts.sum(axis=0) > 1, counts, 0))), shards)
         counts[source, richest] -= 1
         counts[source, empty] += 1

@@ -99,7 +99,7 @@ class RankTokenizer:
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
-        """Kept from batch to batch."""
+        """The threads that encode, which are kept from batch to batch."""
         return ThreadPoolExecutor(_cores())
 
     def _encode_group(self, texts: list[str]) -> list[Ids]:

@@ -93,6 +93,7 @@ class Parts:
 
     @cached_property
     def inner(self) -> SequentialInner:
+        """The inner loop of the run, built when it is first used."""
         return SequentialInner(self.task, self.config.inner, seed=self.config.run.seed, device=self.device)
 
 

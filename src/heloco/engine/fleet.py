@@ -152,13 +152,14 @@ class Fleet:
         self._memory = free_memory(device)
         self._waves = WAVES.get(device.type, 1)
         self._key: StackKey | None = None
-        """Of the runs that are running."""
+        """The stack key of the runs that are under way."""
         self._inner: StackedInner | None = None
-        """Theirs."""
+        """The inner loop that computes the rounds of these runs."""
         self._wanted_width = 1
         self._models: dict[int, nn.Module] = {}
 
     def run(self) -> None:
+        """Carries out all runs. Raises `StopRequested` when `is_stopping()` turns true."""
         under_way: deque[tuple[Wave, Results]] = deque()
         while self.waiting or self.running:
             self._admit()
@@ -212,7 +213,7 @@ class Fleet:
     # ---- runs come and go
 
     def _admit(self) -> None:
-        """As many runs as the memory that is set aside for them holds, in their order; one in any case."""
+        """Starts waiting runs, in their order, while they fit into the memory set aside for runs. One run may always run."""
         while self.waiting:
             if self.waiting[0].stack_key != self._key:
                 if self.running:
@@ -271,6 +272,7 @@ class Fleet:
 
 
 def make_member(order: int, planned_run: PlannedRun) -> _Member:
+    """Works out the schedule of a run, without training. Raises UserError if a stack cannot honour its settings."""
     config = planned_run.config
     check_stackable(config.inner)
     sizes = file_sizes(config, planned_run.task.build_model()) if config.links.takes_time else None

@@ -30,7 +30,7 @@ class StopRequested(Exception):
 
 
 class Observer(Protocol):
-    """Whoever looks on: a progress display, a collector."""
+    """Receives the records of a run while it goes on: a progress display or a collector, for example."""
 
     def on_arrival(self, record: ArrivalRecord) -> None:
         """Called after each arrival, with its line of the tape."""
@@ -47,9 +47,11 @@ class Collector:
     evals: list[EvaluationRecord] = field(default_factory=list)
 
     def on_arrival(self, record: ArrivalRecord) -> None:
+        """Keeps a line of the tape."""
         self.tape.append(record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Keeps an evaluation."""
         self.evals.append(record)
 
 
@@ -134,7 +136,7 @@ class LocalRun:
         return self._parts.inner
 
     def run(self) -> None:
-        """To the end, or until a stop is requested (then `StopRequested`, after a checkpoint)."""
+        """Runs to the end. If a stop is requested, it writes a checkpoint and raises `StopRequested`."""
         self.inner.before_step = self._heed_stop
         try:
             self.begin()
@@ -145,13 +147,13 @@ class LocalRun:
             raise
 
     def begin(self) -> None:
-        """The first evaluation, unless the run was taken up from a checkpoint."""
+        """Makes the first evaluation, unless the run was taken up from a checkpoint."""
         if self.synchronizer.arrivals == 0 and self._evaluated_at < 0:
             self._evaluate()
             self._save()
 
     def advance(self) -> bool:
-        """As far as the results that were given reach; whether that is the end."""
+        """Advances the run as far as the results given so far allow. Returns True when the run has reached its end."""
         settings = self.config.run
         while not self.simulation.finished:
             self._heed_stop()

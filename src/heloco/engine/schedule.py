@@ -1,4 +1,4 @@
-"""Who arrives when, without training: the synchronizer's books and the virtual clock alone."""
+"""The arrivals of a run without its training: the synchronizer's books and the virtual clock alone."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

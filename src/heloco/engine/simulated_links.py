@@ -34,7 +34,7 @@ class LinkState(Struct, frozen=True, kw_only=True):
     differences: list[int]
     """Starts that travelled as differences since the last whole one; -1: no start yet."""
     accepted: list[int]
-    """The last round that counted, or -1."""
+    """The last round of each worker that was accepted, or -1."""
     residual_rounds: list[int]
     bytes_down: list[int]
 
@@ -47,10 +47,11 @@ class FileSizes:
     start: int
     difference: int
     blocks: tuple[int, ...] = ()
-    """Of each block of a start."""
+    """Bytes of each block of a start."""
 
     @classmethod
     def from_model(cls, options: LinkOptions, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> "FileSizes":
+        """The sizes that these formats give for a model with these parameters and buffers."""
         up, down = find_format(options.wire), find_format(options.down_format)
         return cls(
             layout_of(up, blocks.PSEUDO_GRADIENT, parameters, buffers).size,
@@ -74,7 +75,7 @@ class SimulatedLinks:
         self._differences = [-1] * workers
         self._accepted = [NO_ROUND] * workers
         self.bytes_down = [0] * workers
-        """Of each worker's current round."""
+        """For each worker: bytes of the start that its current round was sent."""
         self._share_after = share_after_fragments(sizes.blocks, options.fragments)
 
     def paces_with_travel(self, paces_s: Sequence[float], inner_steps: int) -> list[float]:
@@ -104,7 +105,7 @@ class SimulatedLinks:
         return self._ns(worker, size, self.options.down_mbit_s)
 
     def early_ns(self, worker: int) -> list[int]:
-        """By block: how long before the last fragment of the worker's start its own one arrives."""
+        """For each block: how much earlier its fragment arrives than the last fragment of the worker's start."""
         whole_ns = self.download_ns(worker, self.bytes_down[worker]) - self.download_ns(worker, 0)
         return [round(whole_ns * share) for share in self._share_after]
 
@@ -133,7 +134,7 @@ class SimulatedLinks:
         return add_difference(old, self.down.block(encode_difference(self.down, new, old), old.shape))
 
     def collect(self, contribution: Contribution) -> Contribution:
-        """The contribution as it arrives."""
+        """Encodes and decodes a contribution, and returns it as it arrives."""
         if self.up is FULL or not contribution.pseudo_gradient:
             return contribution
         deltas = [dense(block) for block in contribution.pseudo_gradient]

@@ -100,7 +100,7 @@ class Simulation:
         return self.synchronizer.arrivals >= self.budget
 
     def traffic(self, worker: int) -> Traffic:
-        """Bytes of the worker's last round."""
+        """The bytes that the worker's last round moved, both ways."""
         return Traffic(self.links.bytes_down[worker], self.links.sizes.contribution) if self.links else Traffic()
 
     def needed(self) -> list[Round]:
@@ -157,7 +157,7 @@ class Simulation:
         self._expect(worker, self._ended_ns[worker] + upload_ns)
 
     def _expect(self, worker: int, time_ns: int) -> None:
-        """The worker's contribution will be there at this time."""
+        """Notes when the worker's contribution will have travelled to the synchronizer."""
         is_queued = self.links is not None and self.links.taking_in_ns > 0
         heapq.heappush(self._events, (time_ns, QUEUE if is_queued else ARRIVE, worker))
 

@@ -37,7 +37,7 @@ DAY_S = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is there: the model, the workers and their links."""
+    """The given side of a plan: the model, the workers and their links."""
 
     parameters: int
     workers: int
@@ -125,7 +125,7 @@ class SitePlan:
 
     @property
     def bytes_per_day(self) -> float:
-        """Of all workers, both ways."""
+        """Bytes that all workers together send and receive in a day."""
         return self.site.workers * DAY_S / self.round_s * (self.sizes.contribution + self.sizes.difference)
 
     @property
@@ -140,7 +140,7 @@ class SitePlan:
 
     @property
     def warnings(self) -> Iterator[str]:
-        """What will not go well."""
+        """Sentences about what will not go well with this plan."""
         if self.delay_steps > DELAY_SHARE * self.inner_steps:
             yield (
                 f"A start arrives after {self.delay_steps:.0f} of {self.inner_steps} inner steps. Up to a tenth is known to do "

@@ -119,5 +119,5 @@ def orthogonalise(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def _per_slice(numbers: Tensor, like: Tensor) -> Tensor:
-    return numbers.to(like.dtype).view(-1, *[1] * (like.dim() - 1))
+def _per_slice(numbers: Tensor, matrices: Tensor) -> Tensor:
+    return numbers.to(matrices.dtype).view(-1, *[1] * (matrices.dim() - 1))

@@ -35,8 +35,8 @@ class Stack:
         if self.table:
             shapes[self.table.index] = (size, 0, *shapes[self.table.index][2:])  # grows with what rounds read
 
-        def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-            return torch.zeros(shape, dtype=like.dtype, device=device)
+        def zeros(shape: tuple[int, ...], block: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=block.dtype, device=device)
 
         self.parameters = [zeros(s, p).requires_grad_() for s, p in zip(shapes, model.parameters(), strict=True)]
         self._slices = [[p.detach()[s] for p in self._whole(self.parameters)] for s in range(size)]
@@ -120,7 +120,7 @@ class Stack:
                 self.table.read(s, memory[f"{at}.{name}"], moment[s])
 
     def _whole(self, blocks: Sequence[Tensor]) -> list[Tensor]:
-        """The blocks that ride whole: all but the table."""
+        """The blocks that are put into the stack whole: all but the table."""
         return [block for i, block in enumerate(blocks) if not self.table or i != self.table.index]
 
     # ---- run

@@ -32,7 +32,7 @@ Results = Callable[[], list[Contribution]]
 
 @functools.cache
 def kind_of(options: InnerOptions) -> InnerOptions:
-    """What must be alike in one stack: all but the learning rate's course and AdamW's settings."""
+    """The settings that must be equal within a stack: all but the learning rate's course and AdamW's settings."""
     defaults = InnerOptions()
     free = ("lr", "lr_min", "warmup", "schedule_steps", "lr_position", "second_moment", *SETTINGS)
     return replace(options, **{name: getattr(defaults, name) for name in free})
@@ -82,7 +82,7 @@ class StackedInner:
         """One for each kind of job that runs or ran last."""
 
     def run(self, jobs: Sequence[Job]) -> list[Contribution]:
-        """Any number of jobs of any kinds."""
+        """Runs any number of jobs, of any kinds, and returns their contributions in the same order."""
         contributions: dict[int, Contribution] = {}
         by_kind: dict[InnerOptions, list[int]] = {}
         for index, job in enumerate(jobs):
@@ -110,7 +110,10 @@ class StackedInner:
         return lambda: contributions
 
     def _try_to_begin(self, jobs: list[Job]) -> Results | None:
-        """None where memory does not suffice. (The exception keeps the stack alive as long as it is handled.)"""
+        """Begins the jobs; returns None if memory does not suffice.
+
+        The caller tries again outside of `except`, because an exception keeps the stack alive while it is handled.
+        """
         steps = max(job.round.inner_steps for job in jobs)
         data = [job.batches() for job in jobs]
         try:

@@ -1,4 +1,4 @@
-"""A table of which a round reads a few rows (the token embedding): only those ride in the stack.
+"""A table of which a round reads a few rows (the token embedding): only those rows are put into the stack.
 
 A row that is not read has no gradient. AdamW that starts afresh only decays it: p ← p Π(1 − lr·wd). AdamW that keeps its state
 also moves it by what is left of the momentum, and needs nothing but the row itself for that (`adamw.without_gradient`). So the
@@ -27,7 +27,7 @@ class Table:
         self._rows: list[Tensor] = []
 
     def load(self, data: Any) -> Tensor:
-        """Where the rows that the data, [steps, S, …], read lie among those that ride, in the same form."""
+        """Notes the rows that the data, [steps, S, …], read. Returns their places in the stack, in the same form."""
         read = self._reads(data)
         by_slice = read.transpose(0, 1).flatten(1)
         self._read_mask.zero_().scatter_(1, by_slice, True)

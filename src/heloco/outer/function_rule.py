@@ -24,7 +24,7 @@ class FunctionRule(OuterOptimizer):
 
     function: ClassVar[RuleFunction]
     function_knobs: ClassVar[tuple[str, ...]]
-    """Those that the function takes. `lookahead` is the optimizer's own."""
+    """The knobs that the function takes. `lookahead` belongs to the optimizer."""
     has_state: ClassVar[bool]
 
     def __init__(self, params: Any, **knob_values: Any) -> None:

@@ -43,7 +43,7 @@ class Blocks:
     momenta: list[Tensor]
     pseudo_gradients: Sequence[Block]
     states: list[dict[str, Any]]
-    """The optimizer's state of each."""
+    """The optimizer's state of each parameter."""
     group_of: list[int]
     """The number of each block's parameter group."""
     coefficients: Numbers
@@ -354,11 +354,11 @@ def look_ahead(parameters: list[Tensor], momenta: list[Tensor | None], lookahead
     return starts
 
 
-def _copies(tensors: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """New tensors, each in the precision of the other one; on a GPU with one launch for many."""
+def _copies(tensors: list[Tensor], templates: list[Tensor]) -> list[Tensor]:
+    """Copies of the tensors, each in the dtype of its template. On a GPU one launch copies many."""
     if not any(map(kernels.on_gpu, tensors)):
-        return [x.detach().to(y.dtype, copy=True) for x, y in zip(tensors, like, strict=True)]
-    copies = [torch.empty_like(x.detach(), dtype=y.dtype) for x, y in zip(tensors, like, strict=True)]
+        return [x.detach().to(y.dtype, copy=True) for x, y in zip(tensors, templates, strict=True)]
+    copies = [torch.empty_like(x.detach(), dtype=y.dtype) for x, y in zip(tensors, templates, strict=True)]
     torch._foreach_copy_(copies, [x.detach() for x in tensors])
     return copies
 

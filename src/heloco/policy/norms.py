@@ -202,7 +202,7 @@ def _median_of_positive(values: Sequence[float], median: Callable[[list[float]],
 
 
 def _root_of_sum_of_squares(values: Sequence[float]) -> float:
-    """The same on every machine: `fsum` is exact but for one rounding."""
+    """The result is the same to the bit on every machine, because `fsum` rounds only once."""
     try:
         return math.sqrt(math.fsum(value * value for value in values))
     except OverflowError:

@@ -56,7 +56,7 @@ class Dispatch(_Event, frozen=True, kw_only=True, tag="dispatch"):
 
 
 class Abandon(_Event, frozen=True, kw_only=True, tag="abandon"):
-    """A round ended without a contribution. Its data is handed out again."""
+    """A round ended without an accepted contribution. Its data is handed out again."""
 
     worker: int
     round: int

@@ -92,9 +92,12 @@ def read_facts(path: Path) -> RunFacts:
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunFacts)
     except msgspec.ValidationError as error:
-        field = re.search(r"(?:\$\.|field `)(\w+)", str(error))
-        raise UserError(
-            f"{path} was edited{f' at {field[1]}' if field else ''} ({error}): restore it, or start the run again."
-        ) from error
+        raise edited_error(path, error) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({error}): restore it, or start the run again.") from error
+
+
+def edited_error(source: Path | str, error: msgspec.ValidationError) -> UserError:
+    """The refusal of a file whose values do not fit their types. It names the file and the field."""
+    field = re.search(r"(?:\$\.|field `)([\w.]+)", str(error))
+    return UserError(f"{source} was edited{f' at {field[1]}' if field else ''} ({error}): restore it, or start the run again.")

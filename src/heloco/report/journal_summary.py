@@ -69,10 +69,10 @@ class JournalSummary:
 
     pauses: list[PauseSpan] = field(default_factory=list)
     departures: dict[str, Departure] = field(default_factory=dict)
-    """A machine's id -> how it went; who is here is not in it."""
+    """A machine's id -> how it left. Machines that are present are not in it."""
     changes: int = 0
     time_s: float = 0.0
-    """Of the last event."""
+    """The time of the last event."""
     _holders: dict[int, str] = field(default_factory=dict)
 
     def follow(self, event: Event) -> tuple[int, str] | None:

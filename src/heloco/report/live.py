@@ -38,7 +38,7 @@ SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a 
 PARTS = ("starlette", "uvicorn", "httptools")
 VERSION = re.compile("-?[0-9]{1,15}")
 CHANGES_KEPT = 100
-"""Versions back to which a page that was away gets the changes alone."""
+"""The number of versions that a page may be behind and still get only the changes."""
 
 
 def check_parts() -> None:
@@ -58,7 +58,7 @@ class Feed:
         self.over = False
         self._is_behind = False
         """Whether the runs have been read further than the data shows."""
-        self._everything = ""
+        self._data_json = ""
         self._html, self._html_version = b"", -1
         self._rendering = asyncio.Lock()
         self._changes: deque[tuple[int, str]] = deque(maxlen=CHANGES_KEPT)
@@ -89,15 +89,15 @@ class Feed:
                 await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE_OF_TIME - 1))
 
     def _take(self, data: dict[str, Any], changes: str) -> None:
-        self.data, self._everything = data, ""
+        self.data, self._data_json = data, ""
         self.version += 1
         self._changes.append((self.version, changes))
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _look(self) -> tuple[dict[str, Any], str] | None:
-        """The data and its changes, if there is anything new. What can no longer be read is said on the page, which keeps what it
-        had."""
+        """Reads the runs again. Returns the data and its changes, or None if nothing is new. If a run can no longer be read, the
+        page says so and keeps the data it had."""
         try:
             for run in self.runs:
                 self._is_behind |= run.refresh()
@@ -111,13 +111,13 @@ class Feed:
             data = {**self.data, "notes": [*self.data["notes"], str(error)]}
         return data, as_json(differences(self.data, data))[1:-1]
 
-    def _news(self, seen_version: int) -> str:
+    def _next_event(self, seen_version: int) -> str:
         """The event that brings a page from the version it has seen to the current one."""
         all_changes = [changes for version, changes in self._changes if version > seen_version]
-        self._everything = self._everything or as_json(self.data)
-        if len(all_changes) == self.version - seen_version and sum(map(len, all_changes)) < len(self._everything):
+        self._data_json = self._data_json or as_json(self.data)
+        if len(all_changes) == self.version - seen_version and sum(map(len, all_changes)) < len(self._data_json):
             return f"id: {self.version}\nevent: change\ndata: [{','.join(filter(None, all_changes))}]\n\n"
-        return f"id: {self.version}\ndata: {self._everything}\n\n"
+        return f"id: {self.version}\ndata: {self._data_json}\n\n"
 
     async def html(self) -> bytes:
         """The page with the current data. It is rendered once for all that ask for it before the data changes."""
@@ -129,11 +129,11 @@ class Feed:
             return self._html
 
     async def events(self, seen_version: int) -> AsyncIterator[str]:
-        """As server-sent events: what is newer than what was seen, and a sign of life in between."""
+        """Yields server-sent events: the changes after the version that the page has seen, or else a sign of life."""
         while not self.over:
             if self.version > seen_version:
-                news, seen_version = self._news(seen_version), self.version
-                yield news
+                event, seen_version = self._next_event(seen_version), self.version
+                yield event
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(15):
                     await self._changed.wait()
@@ -158,7 +158,7 @@ class Page:
             return self._feed
 
     def end(self) -> None:
-        """Nobody waits for news any more: the server is about to end."""
+        """Ends all streams of events, because the server is about to end."""
         if self._feed is not None:
             self._feed.end()
 
@@ -192,7 +192,7 @@ class Page:
 
 
 def app_of_folder(folder: Path) -> "Starlette":
-    """Of a run that may not have begun yet."""
+    """The page of the run in a folder. The run may not have begun yet."""
 
     def find() -> Sequence[Run]:
         if not (folder / CONFIG).exists():

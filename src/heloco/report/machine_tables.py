@@ -1,4 +1,4 @@
-"""Real machines in tables: what each brought, when the run paused and why."""
+"""Tables of real machines: what each contributed, when the run paused and why."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PAUSES = 100
 
 
 def machine_tables(runs: Sequence[Run]) -> list[TableData]:
-    """Of the runs on real machines; none where there is no such run."""
+    """The tables of the runs on real machines; empty if there is no such run."""
     real = [run for run in runs if run.facts.is_real]
     if not any(run.summary.machines for run in real):
         return [_pauses_table(real)] if any(run.journal.pauses for run in real) else []

@@ -113,7 +113,7 @@ MIRRORS: dict[str, Callable[[Path, Mapping[str, object]], Mirror]] = {
 
 
 def check_mirrors(names: Sequence[str]) -> None:
-    """Refuses what is not known or not installed, before anything is begun."""
+    """Refuses mirrors that are not known or not installed, before anything is begun."""
     for name in names:
         if name not in MIRRORS:
             raise UserError(f"There is no log {name!r}; {nearest(name, list(MIRRORS))}")

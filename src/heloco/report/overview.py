@@ -1,4 +1,4 @@
-"""The runs in words and tables: what each came to, where it was cut short, how their settings differ."""
+"""The runs in words and tables: their results, where one was cut short, and how their settings differ."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from heloco.report.table_data import Cell, TableData
 from heloco.report.wording import MEASURES, duration, number
 
 LESS_IS_BETTER = {"accuracy": False}
-"""Of every measure not named here."""
+"""Whether less is better, for each measure that is not like a loss. Less is better for all others."""
 
 
 def runs_table(runs: Sequence[Run]) -> TableData:
@@ -20,9 +20,9 @@ def runs_table(runs: Sequence[Run]) -> TableData:
     header = ["run", "method", "paces (s)", "arrivals", time, runs[0].facts.unit, "mean staleness"]
     rows = []
     for run in runs:
-        s, planned = run.summary, f" of {run.planned:,}" if run.planned and run.planned != run.summary.arrivals else ""
+        s, goal = run.summary, f" of {run.planned:,}" if run.planned != run.summary.arrivals else ""
         stale = sum(worker.staleness_sum for worker in s.workers) / s.arrivals if s.arrivals else None
-        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{planned}", duration(s.time_s)]
+        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{goal}", duration(s.time_s)]
         rows.append([Cell(text) for text in (*facts, f"{s.units:,}", number(stale, 2))])
     for measure in measures:
         last = [run.evals[-1].mean.get(measure) if run.evals else None for run in runs]
@@ -45,7 +45,7 @@ def _paces(run: Run) -> str:
 
 
 def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
-    """A measure of several runs, the best of them marked, and what looks the same; nothing where all do."""
+    """The cells of a measure of several runs. The best and all that look like it are marked, unless all look the same."""
     texts = [number(value, digits) for value in values]
     finite = [value for value in values if value is not None and math.isfinite(value)]
     differ = len({number(value, digits) for value in finite}) > 1
@@ -98,7 +98,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
             sentences.append(
                 f"{run.name}: {name} ends in the middle of a line, as a killed run leaves it. What is whole is shown."
             )
-        if run.planned and run.summary.arrivals < run.planned:
+        if run.summary.arrivals < run.planned:
             sentences.append(f"{run.name} stands at arrival {run.summary.arrivals:,} of {run.planned:,}.")
         if not run.evals and not run.facts.is_external:
             sentences.append(f"{run.name} has not been evaluated yet.")
@@ -106,7 +106,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
             sentences.append(f"{run.name}: the last evaluation has no finite loss.")
         if refusals := run.summary.verdicts.get("refused"):
             sentences.append(f"{run.name}: {refusals:,} contributions were refused.")
-        if run.journal.is_paused and run.summary.arrivals < (run.planned or 0):
+        if run.journal.is_paused and run.summary.arrivals < run.planned:
             pause = run.journal.pauses[-1]
             sentences.append(f"{run.name} paused at {duration(pause.start_s)}: {pause.reason}.")
     return sentences

@@ -1,7 +1,7 @@
 """The live page of a served run in a process of its own, so that looking at a run takes neither memory nor time from it.
 
 The process is started by the first look and ends when nobody has looked for a while. It listens on a socket in a folder that only
-this user can enter; who may look is decided by whoever passes requests on. It also ends when the process that started it does.
+this user can enter; the process that passes requests on decides who may look. It also ends when the process that started it does.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
 START_S = 60.0
 NICENESS = 10
-"""The run goes first."""
+"""The niceness of the page's process, so that the run itself goes first."""
 PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), (b"last-event-id",)
 """All that the page looks at in a request."""
 
@@ -165,7 +165,7 @@ async def _refuse(send: Send, status: int, text: bytes) -> None:
 
 
 class _Idle:
-    """ASGI middleware that knows since when nobody has looked."""
+    """ASGI middleware that measures how long nobody has looked at the page."""
 
     def __init__(self, app: Any) -> None:
         self._app, self._open, self._last_s = app, 0, time.monotonic()

@@ -94,7 +94,7 @@ def render_study(title: str, blocks: Sequence[Block], folder: Path) -> str:
 
 
 def _key_of(table: TableData) -> str:
-    """What the tones of a table mean."""
+    """The sentence that says what the tones of a table mean."""
     return " · ".join(text for tone, text in KEY.items() if any(cell.tone == tone for row in table.rows for cell in row))
 
 

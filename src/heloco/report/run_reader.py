@@ -2,14 +2,13 @@
 
 import math
 import sys
-import tomllib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from heloco.errors import UserError
+from heloco.records.config_facts import read_all_settings, read_config
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import Event
 from heloco.records.lines import RecordT, Tail
@@ -93,7 +92,8 @@ class Run:
             )
         self.path = path
         self.name = path.resolve().name
-        self.config: dict[str, dict[str, Any]] = _read_config(path / CONFIG)
+        self.config = read_all_settings(path / CONFIG)
+        self.config_facts = read_config(path / CONFIG)
         self.facts: RunFacts = read_facts(path / META)
         self._start()
         self.refresh()
@@ -139,7 +139,7 @@ class Run:
 
     def _add_milestone(self, record: ArrivalRecord) -> None:
         """As often as the run would be evaluated."""
-        every = self.config.get("run", {}).get("eval_every") or self.planned or 1
+        every = self.config_facts.run.milestone_interval
         if record.arrival % every == 0 or record.arrival == self.planned:
             losses = [loss for loss in self.tape.loss[-every:] if math.isfinite(loss)]
             loss = sum(losses) / len(losses) if losses else None
@@ -162,24 +162,19 @@ class Run:
         return self.facts.method
 
     @property
-    def planned(self) -> int | None:
+    def planned(self) -> int:
         """The number of arrivals after which the run ends."""
-        return self._setting("run", "arrivals")
+        return self.config_facts.run.arrivals
 
     @property
     def window(self) -> int:
         """The number of last arrivals over which it is counted who participates."""
-        return participation_window(self._setting("cluster", "participation") or 0, len(self.facts.paces))
+        return participation_window(self.config_facts.cluster.participation, len(self.facts.paces))
 
     @property
     def min_workers(self) -> int:
         """With fewer participating machines the run pauses."""
-        number = self._setting("cluster", "min_workers")
-        return 1 if number is None else number
-
-    def _setting(self, section: str, name: str) -> int | None:
-        value = self.config.get(section, {}).get(name)
-        return value if isinstance(value, int) and value >= 0 else None
+        return self.config_facts.cluster.min_workers
 
     @property
     def has_journal(self) -> bool:
@@ -189,7 +184,7 @@ class Run:
     @property
     def is_whole(self) -> bool:
         """Whether its last arrival is there, and what is shown of it: an evaluation is written after the arrival it follows."""
-        return self.planned is not None and bool(stages := self.stages) and stages[-1].arrival >= self.planned
+        return bool(stages := self.stages) and stages[-1].arrival >= self.planned
 
     @property
     def stages(self) -> Sequence[EvaluationRecord | Milestone]:
@@ -220,16 +215,8 @@ class Run:
 
     def task(self) -> tuple[str, str]:
         """Runs with the same can be compared: the task, and for a language model its text and tokenizer."""
-        kind = str(self.config.get("input", {}).get("task", "language"))
+        kind = self.config_facts.input.task
         return kind, self.facts.task_digest if kind == "language" else ""
-
-
-def _read_config(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): restore it, or start the run again.") from error
-    return {section: entries for section, entries in document.items() if isinstance(entries, dict)}
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -15,7 +15,7 @@ from heloco.records.tape import CASES, ArrivalRecord
 
 @dataclass(kw_only=True)
 class ContributionTotals:
-    """Somebody's part in a run: a worker's, or a machine's."""
+    """The part of a worker or of a machine in a run."""
 
     arrivals: int = 0
     refused: int = 0
@@ -44,7 +44,7 @@ class WorkerSummary(ContributionTotals):
     """All that came from one worker."""
 
     pace_s: float
-    """As the config says; what real machines need is measured."""
+    """The pace as the config says. The pace of real machines is measured instead."""
     max_staleness: int = 0
     last_staleness: int | None = None
     movement: float = 0.0
@@ -58,7 +58,7 @@ class MachineSummary(ContributionTotals):
 
     id: str
     workers: set[int] = field(default_factory=set)
-    """Whose rounds it did."""
+    """The workers whose rounds the machine did."""
     last_arrival: int | None = None
     last_s: float | None = None
 
@@ -68,7 +68,7 @@ class RunSummary:
     """Adds up a run line by line, so that a display can show it at any moment; memory does not grow with the run."""
 
     paces: list[float]
-    """Of each worker, as the config says."""
+    """The pace of each worker, as the config says."""
     is_real: bool = False
     """Whether the tape has the time of real machines, not that of a simulation."""
     is_external: bool = False
@@ -165,7 +165,7 @@ class RunSummary:
         return contributions.arrivals / self.arrivals if self.arrivals else 0.0
 
     def recent_share(self, machine: MachineSummary) -> float:
-        """Of the last arrivals."""
+        """The machine's share of the last arrivals."""
         return self.recent.count(machine.id) / len(self.recent) if self.recent else 0.0
 
     def movement_share(self, worker: WorkerSummary) -> float:

@@ -12,7 +12,7 @@ class Cell:
 
     text: str
     note: str = ""
-    """Small print under it: the paper's number, for one."""
+    """Small print under the text, for example the paper's number."""
     tone: Tone = ""
 
 

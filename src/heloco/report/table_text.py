@@ -22,7 +22,7 @@ def wide_console() -> Console:
 
 
 def in_terminal(data: TableData) -> Group:
-    """The best green and starred, notes under the numbers; title and caption as wide as the terminal."""
+    """The table for a terminal: the best values green and starred, notes under the numbers."""
     table = Table()
     for i, name in enumerate(data.header):
         table.add_column(Text(name), justify="left" if i == 0 else "right")
@@ -52,7 +52,7 @@ def as_markdown(table: TableData) -> str:
 
 
 def as_csv(table: TableData) -> str:
-    """A column with notes has them in a column of their own after it."""
+    """The table as CSV. If a column has notes, they are in a column of their own after it."""
     has_notes = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")

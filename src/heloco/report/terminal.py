@@ -59,7 +59,7 @@ class Progress:
             self.print_line(record)
 
     def print_line(self, stage: EvaluationRecord | Milestone) -> None:
-        """An evaluation in one line; where nothing is evaluated, what the machines say of their losses."""
+        """An evaluation in one line. If nothing is evaluated, the line has the losses that the machines report."""
         if isinstance(stage, EvaluationRecord):
             loss = f"validation loss {number(stage.mean.get('loss'))}"
         else:
@@ -177,7 +177,7 @@ def workers_table(summary: RunSummary) -> Table:
 
 
 def contributions_table(summary: RunSummary) -> Table:
-    """Of a real run: what each machine brought, and whether it still does."""
+    """The table of a real run's machines: what each contributed, and whether it still does."""
     caption = f"lately: of the last {len(summary.recent)} arrivals"
     table = Table(title="Machines", title_justify="left", caption=caption, caption_justify="left")
     has_refusals = any(machine.refused for machine in summary.machines.values())

@@ -196,10 +196,10 @@ class RunFolder:
 
     def load_model(self) -> tuple[CheckpointState, Mapping[str, Tensor]]:
         """The newest checkpoint of a run that must have one."""
-        loaded = self.load_latest(CheckpointState)
-        if loaded is None:
+        model = self.load_latest(CheckpointState)
+        if model is None:
             raise UserError(f"{self.path} has no checkpoint yet: `{resume_command(self.path)}` starts it.")
-        return loaded
+        return model
 
     def close(self) -> None:
         """Closes the tape and the evaluations, and lets other processes take the folder."""

@@ -40,7 +40,7 @@ class Budget:
         return [None if None in losses else fmean(v for v in losses if v is not None) for losses in by_seed]
 
     def gain(self, row: str | None, variant: str, other: str, at_time: bool = False) -> Stat | None:
-        """Of a row, or (None) of the mean over the rows; seed by seed."""
+        """The gain in a row, or in the mean over the rows if `row` is None. It is taken seed by seed."""
         a, b = (self.mean_losses(m, at_time) if row is None else self.losses(row, m, at_time) for m in (variant, other))
         return stat(percent(x, y) for x, y in zip(a, b, strict=True))
 
@@ -59,7 +59,7 @@ def percent(loss: float | None, other: float | None) -> float | None:
 
 
 def budget_of(results: Results, spec: TableSpec) -> Budget:
-    """What there is to compare: a part of the study may lack some of it."""
+    """The methods and rows that can be compared: a part of a study may lack some of them."""
     variants, against = ([m for m in names if m in results.methods] for names in (spec.variants, spec.against))
     whole = [row for row in results.rows if all(results.at(row, method) for method in (*variants, *against))]
     times = {row: results.time_of(row) for row in whole}

@@ -20,7 +20,7 @@ give another run, or a run another record."""
 EQUAL_STEPS = "equal_steps"
 """A setting of studies alone, see `_with_equal_steps`."""
 NEUTRAL_SETTINGS = ("device", "checkpoint_every", "data", "tokenizer", "field", "limit_mb")
-"""Settings that make no other run: where and how often it is saved, and what the data's own digest says better."""
+"""Settings that do not change a run: where and how often it is saved, and those that its data's digest covers."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _resolved(values: Settings) -> RunConfig:
 
 
 def _paces(values: Settings) -> list[float]:
-    """The pattern, before it is repeated."""
+    """The pattern of paces, before it is repeated for more workers."""
     paces: list[float] = convert("paces", values.get("paces", RunConfig().rounds.paces), list[float])
     return paces
 
@@ -128,7 +128,7 @@ def _with_equal_steps(config: RunConfig) -> RunConfig:
 def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[RunConfig, float]:
     """The run that stands for this one whatever its paces, and how its time is to be stretched.
 
-    Behind a barrier everybody starts from the same parameters and nobody's contribution counts before the slowest is there: the
+    With a barrier every worker starts from the same parameters and nobody's contribution counts before the slowest is there: the
     paces only say how long a round takes. So one run with all paces 1 serves all rows: T(n rounds) = n · H · slowest pace. It is
     evaluated after every round, so that its loss is known at any time, unless the method itself says after how many arrivals.
     (Under DyLU the paces decide the steps, and then they matter; a grace period adds to the time what is no multiple of it.)
@@ -147,7 +147,7 @@ def once_for_all_paces(config: RunConfig, every_round: bool = True) -> tuple[Run
 
 
 def _without_idle_settings(config: RunConfig) -> RunConfig:
-    """What has no effect is put to its default, so that equal runs are known as equal."""
+    """The config with the settings that have no effect at their defaults, so that equal runs get equal digests."""
     default = RunConfig()
     if config.outer.drop == "never":
         config = replace(config, outer=replace(config.outer, drop_above=default.outer.drop_above))
@@ -166,7 +166,7 @@ def settings_of(config: RunConfig) -> Settings:
 
 
 def digest(config: RunConfig, task_digest: str) -> str:
-    """Names a run: the same for whoever makes it, wherever the data lies."""
+    """The name of a run: a hash of its settings and its data. It is the same on every machine and in every folder."""
     content = {"format": FORMAT, "task": task_digest, "settings": settings_of(config)}
     return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -50,7 +50,7 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     time_s: float
     """Virtual time of the last arrival."""
     arrivals: list[int]
-    """Per worker."""
+    """The arrivals of each worker."""
     mean_staleness: list[float]
     refused: int
     cases: dict[str, int]
@@ -66,8 +66,8 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.verdict == "finished"
 
 
-def make_record(config: RunConfig, task_digest: str, collector: Collector, diverged: str = "") -> RunRecord:
-    """The record of a run that has just ended; `diverged` says why it did not get to its end."""
+def make_record(config: RunConfig, task_digest: str, collector: Collector, diverged: str | None = None) -> RunRecord:
+    """The record of a run that has just ended; `diverged` says why it did not get to its end; None if it did."""
     summary = summarize(RunSummary(config.rounds.paces), collector.tape)
     evals = collector.evals
     last = evals[-1].scores
@@ -83,8 +83,8 @@ def make_record(config: RunConfig, task_digest: str, collector: Collector, diver
         digest=digest(config, task_digest),
         task=task_digest,
         settings=settings_of(config),
-        verdict="diverged" if diverged else "finished",
-        reason=diverged,
+        verdict="finished" if diverged is None else "diverged",
+        reason=diverged or "",
         time_s=summary.time_s,
         arrivals=[worker.arrivals for worker in summary.workers],
         mean_staleness=[round(worker.mean_staleness, 3) for worker in summary.workers],

@@ -44,9 +44,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[str]
     methods: list[str]
     runs: list[str]
-    """Their digests, which are the names of their files."""
+    """The digests of the runs, which are the names of their files."""
     files: list[str]
-    """What else was written into the folder."""
+    """The other files that were written into the folder."""
 
 
 @dataclass(frozen=True)

@@ -135,12 +135,12 @@ class _Keeper:
         self.display.on_progress(steps_done, steps_total)
 
     def on_finish(self, key: str, collector: Collector) -> None:
-        self._keep(key, collector, "")
+        self._keep(key, collector, None)
 
     def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
         self._keep(key, collector, reason or "for no stated reason")
 
-    def _keep(self, key: str, collector: Collector, reason: str) -> None:
+    def _keep(self, key: str, collector: Collector, reason: str | None) -> None:
         run = self.plan.runs[key]
         record = make_record(run.config, run.task.digest, collector, reason)
         assert record.digest == key
@@ -156,7 +156,7 @@ def carry_out(
     display: Display | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Makes the missing runs. They are given seed by seed: whoever stops early has whole tables of fewer seeds."""
+    """Makes the missing runs. They are made seed by seed: a person who stops early has whole tables of fewer seeds."""
     missing_runs = plan.find_missing(store)
     if missing_runs:
         run_fleet(missing_runs, _Keeper(plan, store, display or Silent()), device=device, is_stopping=is_stopping)

@@ -27,7 +27,7 @@ class Stat:
 
 
 def stat(values: Iterable[float | None]) -> Stat | None:
-    """Of values of which None stands for a seed that diverged; None if all did."""
+    """Mean and deviation of values, one per seed. A None among them is a seed that diverged. Returns None if all diverged."""
     every = list(values)
     finite = [value for value in every if value is not None]
     if not finite:
@@ -65,7 +65,7 @@ class PlacedRun:
         return [None if None in at else fmean(v for v in at if v is not None) for at in zip(*columns, strict=True)]
 
     def final(self, source: str = "", measure: str = "loss") -> float | None:
-        """At the end; None where the run diverged."""
+        """The measure at the end of the run; None if it diverged."""
         return self.values(source, measure)[-1] if self.record.finished else None
 
     def loss_at(self, time_s: float) -> float | None:

@@ -56,7 +56,7 @@ def _loss_cell(results: Results, spec: TableSpec, row: str, method: str) -> Cell
 
 
 def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Stat | None:
-    """In % of the baseline's loss, seed by seed: what a seed does to both is not in it."""
+    """The difference from the baseline in % of its loss, taken seed by seed, so that what a seed does to both cancels out."""
     pairs = zip(results.at(row, method), results.at(row, spec.baseline), strict=False)
     losses = [(ours.final(), base.final()) for ours, base in pairs]
     return stat(100 * (a - b) / b if a is not None and b is not None else None for a, b in losses)

@@ -90,7 +90,7 @@ def check_scores(scores: Any) -> Scores:
         checked = {source: {name: float(value) for name, value in measures.items()} for source, measures in scores.items()}
         for name in (*checked, *(name for measures in checked.values() for name in measures)):
             name.encode()
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         example = '{"validation": {"loss": 1.5}}'
         raise UserError(
             f"The task's evaluation gave {scores!r:.200}: give a dict with a dict of numbers for each source, such as {example}."

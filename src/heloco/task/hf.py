@@ -55,8 +55,8 @@ class HFModel:
             torch.default_generator.manual_seed(seed)
             if self.has_weights:
                 options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
-                model, loaded = auto.from_pretrained(self.folder, **options)
-                self._check_complete(loaded)
+                model, loading_info = auto.from_pretrained(self.folder, **options)
+                self._check_complete(loading_info)
             else:
                 model = auto.from_config(read_config(self.folder), dtype=torch.float32, trust_remote_code=False)
             self._check_trainable(model)
@@ -80,9 +80,9 @@ class HFModel:
             text_config(model.config).use_cache = getattr(text_config(read_config(self.folder)), "use_cache", True)
         save(model, folder)
 
-    def _check_complete(self, loaded: Mapping[str, Any]) -> None:
+    def _check_complete(self, loading_info: Mapping[str, Any]) -> None:
         """transformers would draw what is missing at random."""
-        if missing_keys := sorted(loaded["missing_keys"]):
+        if missing_keys := sorted(loading_info["missing_keys"]):
             names = ", ".join(missing_keys[:3]) + (", …" if missing_keys[3:] else "")
             raise UserError(f"The weights of {self.source} lack {names}: save a whole AutoModelForCausalLM there.")
 

@@ -27,7 +27,7 @@ GROUP = 128
 TINY = 2.0**-100
 LIMITS = {"int8": 127.0, "int4": 7.0}
 CHUNK = 1 << 18
-"""About so many numbers are worked on at a time, so that temporaries stay small."""
+"""About this number of elements is worked on at a time, so that temporaries stay small."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,11 @@ def _power_codes(quotients: Tensor, random: Tensor | None) -> Tensor:
     return codes | torch.where((quotients < 0) & (codes > 0), 8, 0)
 
 
-def _noise(seed: int, first: int, like: Tensor) -> Tensor:
+def _noise(seed: int, first: int, values: Tensor) -> Tensor:
     """A number in [0, 1) of 24 random bits for each element, which follows from the seed and the element's place."""
-    places = torch.arange(first, first + like.numel(), device=like.device)
+    places = torch.arange(first, first + values.numel(), device=values.device)
     high = _mix_bits((places >> 32) ^ seed)
-    return ((_mix_bits((places & 0xFFFFFFFF) ^ high) >> 8).float() * 2.0**-24).view(like.shape)
+    return ((_mix_bits((places & 0xFFFFFFFF) ^ high) >> 8).float() * 2.0**-24).view(values.shape)
 
 
 def _mix_bits(x: Tensor) -> Tensor:

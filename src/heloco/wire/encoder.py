@@ -72,9 +72,9 @@ class ContributionEncoder:
         return self.residual.blocks[index]
 
 
-def check_scales(tensors: Iterable[Tensor]) -> str:
-    """A sentence about the first scale that no encoder makes; empty if there is none. A scale is finite and above 0."""
+def check_scales(tensors: Iterable[Tensor]) -> str | None:
+    """A sentence about the first scale that no encoder makes; None if there is none. A scale is finite and above 0."""
     for scales in tensors:
         if not bool(((scales > 0) & (scales < torch.inf)).all()):
             return "a scale is not a finite number above 0"
-    return ""
+    return None

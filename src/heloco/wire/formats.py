@@ -208,10 +208,10 @@ def has_chunks(shape: Sequence[int]) -> bool:
     return len(shape) > 1 and torch.Size(shape).numel() >= sparse.CHUNK
 
 
-def layout_of(format: Format, kind: str, like: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> Layout:
-    """The file with blocks like these in a format, under names of this kind, and with buffers as they are."""
+def layout_of(format: Format, kind: str, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()) -> Layout:
+    """The layout of a file with a block for each parameter in this format, named by this kind, and the buffers as they are."""
     tensors: dict[str, Tensor] = {}
-    for index, block in enumerate(like):
+    for index, block in enumerate(parameters):
         for part_kind, (dtype, shape) in zip((kind, blocks.SCALE), format.parts(block.shape, block.dtype), strict=False):
             tensors[blocks.block_name(part_kind, index)] = torch.empty(shape, dtype=dtype, device="meta")
     return Layout.from_tensors(tensors | blocks.name_blocks(blocks.BUFFER, buffers))

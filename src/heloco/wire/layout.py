@@ -111,22 +111,22 @@ class Layout:
         """Equal for two models if and only if their blocks have the same names, dtypes and shapes."""
         return hashlib.sha256(self.header).hexdigest()[:16]
 
-    def untrainable(self) -> str:
-        """A sentence about the first parameter whose dtype no outer rule can train; empty if there is none."""
+    def untrainable(self) -> str | None:
+        """A sentence about the first parameter whose dtype no outer rule can train; None if there is none."""
         for name, dtype, _ in self.entries:
             if is_of_kind(PARAMETER, name) and _BY_NAME[dtype] not in TRAINABLE:
                 return f"{name} is {_BY_NAME[dtype]}: {CAN_BE_TRAINED}"
-        return ""
+        return None
 
-    def difference(self, other: "Layout") -> str:
-        """A sentence about the first difference from the other layout; empty if they are equal."""
+    def difference(self, other: "Layout") -> str | None:
+        """A sentence about the first difference from the other layout; None if they are equal."""
         ours, theirs = {n: (d, s) for n, d, s in self.entries}, {n: (d, s) for n, d, s in other.entries}
         for name, (dtype, shape) in ours.items():
             if name not in theirs:
                 return f"{name} is missing"
             if theirs[name] != (dtype, shape):
                 return f"{name} is {theirs[name][0]} {list(theirs[name][1])} and not {dtype} {list(shape)}"
-        return next((f"{name} is not in the model" for name in theirs if name not in ours), "")
+        return next((f"{name} is not in the model" for name in theirs if name not in ours), None)
 
 
 def pieces(layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> Iterator[memoryview]:

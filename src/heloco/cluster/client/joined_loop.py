@@ -29,7 +29,7 @@ from heloco.cluster.client.ranks import Ranks
 from heloco.cluster.client.round_plan import RoundPlan
 from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded
 from heloco.cluster.protocol.link import Link
-from heloco.cluster.protocol.messages import ContributionReport, Ended, Wait
+from heloco.cluster.protocol.messages import ContributionReport, Ended, WaitKind
 from heloco.cluster.protocol.refusals import Refused
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
@@ -127,7 +127,7 @@ class JoinedLoop:
         self._clear_optimizer = self._is_exchanging = False
         self._losses: list[Tensor | float] = []
         self._samples = 0
-        self._last_wait: Wait | None = None
+        self._last_wait: WaitKind | None = None
         self._pending_optimizers: set[int] = set()
         self._hooks: list[RemovableHandle] = []
 
@@ -202,8 +202,8 @@ class JoinedLoop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
         if self._hooks and not self.ended:
-            undone = f"; {self._steps} steps of a round that was not done are given up" if self._steps else ""
-            self._tell(f"Left {self._run_address} after {self.arrivals} contributions{undone}.")
+            loss_note = f"; {self._steps} steps of a round that was not done are given up" if self._steps else ""
+            self._tell(f"Left {self._run_address} after {self.arrivals} contributions{loss_note}.")
         self._leave("its loop ended" if kind is None else f"its loop ended with {kind.__name__}")
         return isinstance(error, RunOver) and error.joined is self
 
@@ -337,7 +337,7 @@ class JoinedLoop:
         try:
             ack = self._client.hand_in(key, contribution, self._report_losses())
         except NotHeld as reason:
-            self._tell(f"{name} came to nothing: {reason}")
+            self._tell(f"{name} was not accepted: {reason}")
             return
         if ack.verdict == "refused":
             self._tell(f"{name} was refused: {ack.reason}.")
@@ -380,9 +380,9 @@ class JoinedLoop:
 
     def _note_waiting(self) -> bool:
         wait = self._client.waiting if self._client else None
-        if wait is not None and wait != self._last_wait:
+        if wait is not None and wait.kind != self._last_wait:
             self._tell(f"Waiting for a round: {wait.text}.")
-            self._last_wait = wait
+            self._last_wait = wait.kind
         return False
 
     def _nothing_to_join(self, reason: str) -> UserError:

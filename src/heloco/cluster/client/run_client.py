@@ -41,7 +41,7 @@ FINAL_TRIES = 3
 
 
 class RunEnded(Exception):
-    """The run has ended; the text says why."""
+    """Raised when the run has ended. Its text says why."""
 
     def __init__(self, kind: EndKind, text: str) -> None:
         super().__init__(text)
@@ -275,18 +275,18 @@ class RunClient:
 
     def _with_retries(self, ask: Callable[[], T]) -> T:
         """Repeats a request while the run is out of reach or its disk is full, with growing pauses, for at most `patience_s`."""
-        began, last_reason = time.monotonic(), ""
+        began, was_away, last_reason = time.monotonic(), False, ""
         while True:
             try:
                 answer = ask()
-                if last_reason:
+                if was_away:
                     self.tell("The run is back.")
                 return answer
             except LinkDown as error:
                 reason = str(error)
             except Refused as refusal:
                 if refusal.code not in RETRIED_LATER:
-                    if last_reason:
+                    if was_away:
                         self.tell("The run is back.")
                     raise
                 reason = refusal.text
@@ -295,9 +295,9 @@ class RunClient:
                 raise RunStopped(
                     f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({reason}): given up."
                 )
-            if reason != last_reason:
+            if not was_away or reason != last_reason:
                 self.tell(f"{reason} Trying again.")
-                last_reason = reason
+            was_away, last_reason = True, reason
             if self._is_leaving.wait(pause_after(waited_s)) or self.is_stopping():
                 raise MachineStopRequested(reason)
 

@@ -149,8 +149,8 @@ class Worker:
             client.abandon(str(reason))
             return f"{name} was given back undone"
         except NotHeld as reason:
-            self.tell(f"{name} came to nothing: {reason}")
-            return f"{name} came to nothing"
+            self.tell(f"{name} was not accepted: {reason}")
+            return f"{name} was not accepted"
 
     def before_step(self) -> None:
         """Called before each inner step."""

@@ -35,7 +35,8 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, make_http: Callable[[Owner], Http], visitor: Visitor, admission: Admission) -> None:
         self._make_http, self._visitor, self._admission = make_http, visitor, admission
-        self._http: Any = None
+        self._http: Http | None = None
+        """Made when the connection opens, and None again when it is closed."""
         self._transport: Any = None
         self._unclaimed_bytes = 0
         """Bytes since the last request that belong to no request yet."""
@@ -61,6 +62,7 @@ class Connection(asyncio.BufferedProtocol):
     def buffer_updated(self, count: int) -> None:
         if self._transport.is_closing():
             return
+        assert self._http is not None
         try:
             is_request = self._http.feed(BUFFER[:count])
         except MemoryError:
@@ -76,7 +78,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _expect_request(self) -> None:
         if self._deadline is None:
-            self._deadline = self._http.loop.call_later(HEADERS_S, self._transport.abort)
+            self._deadline = asyncio.get_running_loop().call_later(HEADERS_S, self._transport.abort)
 
     def _request_began(self) -> None:
         self._unclaimed_bytes = 0
@@ -85,12 +87,15 @@ class Connection(asyncio.BufferedProtocol):
             self._deadline = None
 
     def eof_received(self) -> None:
+        assert self._http is not None
         self._http.eof_received()
 
     def pause_writing(self) -> None:
+        assert self._http is not None
         self._http.pause_writing()
 
     def resume_writing(self) -> None:
+        assert self._http is not None
         self._http.resume_writing()
 
     # ---- what uvicorn's protocol asks for
@@ -111,6 +116,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def shut_down(self) -> None:
         """Closes an idle connection at once, and a busy one after its answer."""
+        assert self._http is not None
         if not self._http.is_answering and not self._transport.get_write_buffer_size():
             self._transport.abort()
         else:

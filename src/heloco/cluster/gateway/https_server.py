@@ -82,7 +82,6 @@ class GatewayServer:
             access_log=False, log_config=None, log_level="critical",
             timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=GRACE_S,
         )  # fmt: skip
-        config.load()
         context, page_threads = self.credentials.context(), started_pool(PAGE_THREADS, "gateway-page")
 
         def open_listener(make_http: Any) -> Listener:

@@ -3,14 +3,15 @@ others."""
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import socket
 import ssl
 import struct
+import sys
 from collections.abc import Callable, Sequence
 
 from heloco.cluster.gateway.admission import Admission, Visitor
-from heloco.cluster.server.resident_memory import return_free_memory
 
 STRANGER_S = 6.0
 """Timeout for TLS and the first request with valid credentials."""
@@ -23,6 +24,7 @@ TIDY_S, TIDY_AFTER = 5.0, 32
 log = logging.getLogger("heloco.gateway")
 _RESET = struct.pack("ii", 1, 0)
 """SO_LINGER: closing forgets the connection at once, on both sides."""
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 MakeProtocol = Callable[[Visitor], asyncio.BaseProtocol]
 
@@ -53,7 +55,7 @@ class Listener:
             await asyncio.sleep(TIDY_S)
             if self._admission.closed - closed_at_last_return >= TIDY_AFTER:
                 closed_at_last_return = self._admission.closed
-                await asyncio.to_thread(return_free_memory)
+                await asyncio.to_thread(_return_free_memory)
 
     async def _accept(self, listening: socket.socket) -> None:
         """Accepts connections until it is cancelled. An error with one connection does not affect the next."""
@@ -94,6 +96,13 @@ class Listener:
         except BaseException:
             self._admission.leave(visitor)
             raise
+
+
+def _return_free_memory() -> None:
+    """Returns free memory between used blocks to the system, which glibc does only on request."""
+    with contextlib.suppress(AttributeError):  # another C library may lack it
+        if _libc is not None:
+            _libc.malloc_trim(0)
 
 
 def _end_stranger(visitor: Visitor) -> None:

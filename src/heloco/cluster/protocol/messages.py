@@ -278,7 +278,7 @@ class MachineStatus(Message, frozen=True, kw_only=True):
     silent_s: float
     is_away: bool
     """Whether the machine held a round before a restart and has not been heard from since."""
-    wasted: int
+    wasted_rounds: int
     """Rounds in a row that this machine wasted."""
     token: str
     per_minute: float | None = None
@@ -295,7 +295,7 @@ class Status(Message, frozen=True, kw_only=True):
     paused: Paused | None
     time_s: float
     arrivals: int
-    planned: int
+    arrival_goal: int
     outer_step: int
     seats: int
     participants: tuple[str, ...]

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from heloco.cluster.ray.ray_internals import LONGEST_SOCKET
 from heloco.errors import UserError
 from heloco.records.run_files import CONFIG
 
@@ -23,7 +24,6 @@ SHORT = Path("/tmp")
 """The last folder to try, because the path of TMPDIR may be too long for sockets."""
 RAYS_OWN = "r"
 """Ray's folder inside the private one. The name is short, because the path of a socket may have at most 107 bytes."""
-LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 TOKEN, START_LOG = "token", "start.log"
 
 

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heloco.cluster.ray.ray_internals import CLIENTS_REQUEST, CLUSTER_REQUEST
+from heloco.cluster.ray.ray_internals import CLIENTS_REQUEST, CLUSTER_REQUEST, token_header
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _status_code(grpc: Any, address: str, token: str, tls: "Tls | None", method:
         channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(ca, key, cert))
     with channel:
         try:
-            metadata = [("authorization", f"Bearer {token}")] if token else []
+            metadata = [token_header(token)] if token else []
             channel.unary_unary(method)(b"", timeout=ANSWER_S, metadata=metadata)
         except grpc.RpcError as error:
             return error.code()

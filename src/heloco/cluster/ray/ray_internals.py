@@ -1,5 +1,5 @@
 """All that is used of Ray beyond its documentation, with the reason for each. Measured with Ray 2.60, which is why its version is
-pinned. `tests/cluster/test_ray_internals.py` fails when a new version has other names.
+pinned. `tests/cluster/test_ray_internals.py`, and `test_ray_runs.py` with a running Ray, fail when a new version has other names.
 """
 
 import contextlib
@@ -35,12 +35,20 @@ NO_FORK_SUPPORT = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
 support, one server in twenty does not start."""
 ADDRESS_FILE = "ray_current_cluster"
 """The file in Ray's folder to which it writes its address when it is up. Ray has no call that waits for that."""
+LONGEST_SOCKET = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+"""The longest path of a socket in Ray's folder, with the largest process id of Linux. The path of a socket may have at most 107
+bytes. Ray ends at its start if its folder's path is too long for that, so a folder is tried with this path before."""
 CLUSTER_REQUEST, CLIENTS_REQUEST = "/ray.rpc.NodeInfoGcsService/GetClusterId", "/ray.rpc.RayletDriver/ClusterInfo"
 """Requests that are answered without side effects, by a head and by its server for clients. With a wrong token Ray itself would
 try for minutes."""
 LOOPBACK_ONLY = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray replaces 127.0.0.1 by an address that others can reach, and then listens everywhere. It does not do so on a system on which
 it believes that there can be no cluster."""
+
+
+def token_header(token: str) -> tuple[str, str]:
+    """The gRPC header in which Ray sends its token. Our requests go out without Ray, so they must bring it themselves."""
+    return "authorization", f"Bearer {token}"
 
 
 def is_node_here() -> bool:

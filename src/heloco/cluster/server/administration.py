@@ -52,7 +52,7 @@ class Administration:
         state, run, now_s = self.state, self.state.run, self.state.now_s
         return Status(
             run=state.run_id, folder=str(state.folder), ended=state.ended, paused=state.paused, time_s=now_s,
-            arrivals=run.synchronizer.arrivals if run else 0, planned=state.config.run.arrivals,
+            arrivals=run.synchronizer.arrivals if run else 0, arrival_goal=state.config.run.arrivals,
             outer_step=run.synchronizer.outer_step if run else 0, seats=state.roster.seats,
             participants=tuple(sorted(run.participants())) if run else (),
             participation_window=len(run.contributors) if run else 0, min_workers=state.config.cluster.min_workers,
@@ -66,7 +66,7 @@ class Administration:
         return MachineStatus(
             machine=machine.id, name=machine.name, seat=machine.seat, round=machine.round, steps=machine.steps,
             pace_s=entry.pace_s if entry else None, arrivals=entry.arrivals if entry else 0, silent_s=now_s - machine.seen_s,
-            is_away=machine.is_away, wasted=entry.wasted if entry else 0, token=entry.token if entry else "",
+            is_away=machine.is_away, wasted_rounds=entry.wasted_rounds if entry else 0, token=entry.token if entry else "",
             **(run.rates(now_s, machine.id) if run else {}),
         )  # fmt: skip
 
@@ -114,15 +114,15 @@ class Administration:
         checkpoints.wait_for_saving(run)  # one that was begun before the stop
         with self.state.recording(), checkpoints.tolerate_full_disk():
             checkpoints.finish_saving(run)
-        saving = None
+        under_way = None
         with self.state.recording(), checkpoints.tolerate_full_disk():
-            saving = run.saving or checkpoints.begin_saving(run)
-        if saving is None:
+            under_way = run.checkpoint_under_way or checkpoints.begin_saving(run)
+        if under_way is None:
             return
-        wait([saving])
+        wait([under_way])
         with self.state.recording(), checkpoints.tolerate_full_disk():
             checkpoints.finish_saving(run)
-            saving.result()
+            under_way.result()
 
 
 def _segment_at(folder: Path, offset: int) -> tuple[Path, int]:

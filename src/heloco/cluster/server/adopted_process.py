@@ -1,4 +1,4 @@
-"""Processes that outlive whoever started them, and are found again by the lock that they hold on a file with their id."""
+"""Processes that outlive their parent, and are found again by the lock that they hold on a file with their id."""
 
 import contextlib
 import fcntl
@@ -24,6 +24,7 @@ class AdoptedProcess:
         self._lock = lock
 
     def poll(self) -> int | None:
+        """Returns 0 if the process has ended, which its free lock shows, and None while it runs."""
         if self.returncode is None:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,6 +33,7 @@ class AdoptedProcess:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
+        """Returns when the process has ended. Raises `subprocess.TimeoutExpired` if it still runs after `timeout` seconds."""
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if until is not None and time.monotonic() > until:
@@ -40,9 +42,11 @@ class AdoptedProcess:
         return code
 
     def terminate(self) -> None:
+        """Sends SIGTERM, unless the process has ended or its id is unknown."""
         self._send(signal.SIGTERM)
 
     def kill(self) -> None:
+        """Sends SIGKILL, unless the process has ended or its id is unknown."""
         self._send(signal.SIGKILL)
 
     def _send(self, number: int) -> None:

@@ -73,7 +73,7 @@ def save_if_due(run: JournaledRun) -> None:
     finish_saving(run)
     arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
     is_due = (arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)
-    if run.saving is None and is_due and run.lines.catch_up():
+    if run.checkpoint_under_way is None and is_due and run.lines.catch_up():
         begin_saving(run)
 
 
@@ -81,7 +81,7 @@ def begin_saving(run: JournaledRun) -> Future[int]:
     """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock. Without room or
     descriptors it raises OSError, and nothing has changed. Returns the future of the checkpoint's arrival. When the checkpoint is
     written, events that it covers may be pruned from the journal, and old checkpoints with them."""
-    assert run.folder is not None and run.saving is None
+    assert run.folder is not None and run.checkpoint_under_way is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
     with run.hold_evaluations() as evaluations_due:
@@ -113,21 +113,21 @@ def begin_saving(run: JournaledRun) -> Future[int]:
         _prune(folder, run.journal, budget_bytes)  # before the next checkpoint is begun, so that its copy does not wait for this
         return state.arrival
 
-    run.saving = run.slow_work.submit(write)
-    return run.saving
+    run.checkpoint_under_way = run.slow_work.submit(write)
+    return run.checkpoint_under_way
 
 
 def wait_for_saving(run: JournaledRun) -> None:
     """Waits until the checkpoint that was begun is written or has failed. The caller does not hold the run's lock."""
-    if (saving := run.saving) is not None:
-        futures_wait([saving])
+    if (under_way := run.checkpoint_under_way) is not None:
+        futures_wait([under_way])
 
 
 def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
     """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with."""
-    if run.saving is not None and (wait or run.saving.done()):
-        saving, run.saving = run.saving, None
-        run.saved_at = saving.result()
+    if run.checkpoint_under_way is not None and (wait or run.checkpoint_under_way.done()):
+        under_way, run.checkpoint_under_way = run.checkpoint_under_way, None
+        run.saved_at = under_way.result()
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class Contributions:
         return self.state.run.ack_of(key)
 
     def upload(self, ticket: Ticket, key: RoundKey) -> Upload:
+        """The file that receives the contribution of a round. Raises `Refused` if the machine does not hold the round."""
         with self.state.lock:
             self.rounds.holder_of(ticket, key)
             assert self.state.run is not None
@@ -89,7 +90,7 @@ class Contributions:
             ack = run.receive(key, report, upload, machine=machine.id, time_s=state.now_s, concurrent_work=prepare)
             self.rounds.put_down(machine, remove_upload=False)
             self.rounds.note_arrival()
-            machine.refused = machine.refused + 1 if ack.verdict == "refused" else 0
+            machine.refusals_in_a_row = machine.refusals_in_a_row + 1 if ack.verdict == "refused" else 0
             state.roster.note_transfer(machine, state.now_s)
             self._turn_away_if_hopeless(machine)
             if run.is_finished:
@@ -126,11 +127,12 @@ class Contributions:
         """Refuses a contribution with NaN or Inf. Nothing of it is kept, and the data of its round goes back to the ledger."""
         with self.state.changed:
             machine = self.rounds.holder_of(ticket, key)
-            machine.refused += 1
+            machine.refusals_in_a_row += 1
             self.rounds.give_up(machine, "not-finite", NOT_FINITE)
             self._turn_away_if_hopeless(machine)
         raise Refused(RefusalCode.NOT_FINITE, f"The contribution was refused: {NOT_FINITE}. Take a fresh round.")
 
     def _turn_away_if_hopeless(self, machine: Machine) -> None:
-        if machine.refused >= self.state.config.run.max_refusals:
-            self.members.part_with(machine, "turned-away", f"{machine.refused} of its contributions in a row were refused")
+        refusals = machine.refusals_in_a_row
+        if refusals >= self.state.config.run.max_refusals:
+            self.members.part_with(machine, "turned-away", f"{refusals} of its contributions in a row were refused")

@@ -19,11 +19,13 @@ class DerivedLines:
         self._lock = threading.Lock()  # arrivals and evaluations come from different threads
 
     def on_arrival(self, record: ArrivalRecord) -> None:
+        """Writes a line of the tape and passes it to the observers. If the disk is full, the line waits."""
         self._append(record)
         for observer in self._observers:
             observer.on_arrival(record)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
+        """Writes an evaluation and passes it to the observers. If the disk is full, the line waits."""
         self._append(record)
         for observer in self._observers:
             observer.on_evaluation(record)

@@ -137,9 +137,16 @@ class EvaluationQueue:
         self._remove_model(due)
 
     def _remove_model(self, due: EvaluationDue) -> None:
-        """Leaves the file to the thread: it is as large as the model, and arrivals wait for `_changed`."""
+        """Leaves the file to a thread: it is as large as the model, and arrivals wait for `_changed`."""
         if path := self._models.pop(due.arrival, None):
             self._surplus.append(path)
+
+    def _remove_surplus(self) -> None:
+        with self._changed:
+            surplus, self._surplus = self._surplus, []
+        for path in surplus:
+            with contextlib.suppress(OSError):  # the next start of the run removes what is left
+                path.unlink()
 
     def _copy(self, due: EvaluationDue, tensors: Mapping[str, Tensor], leave: Callable[[], None]) -> None:
         name, digest = f"arrival-{due.arrival:08d}", xxhash.xxh3_128()
@@ -157,6 +164,7 @@ class EvaluationQueue:
             with self._changed:
                 self._copy_arrivals.discard(due.arrival)
                 self._changed.notify_all()
+            self._remove_surplus()  # the other thread may evaluate for a long time
 
     @contextmanager
     def hold_due(self) -> Iterator[tuple[EvaluationDue, ...]]:
@@ -166,6 +174,7 @@ class EvaluationQueue:
 
     @property
     def waiting(self) -> int:
+        """The number of evaluations that are due."""
         return len(self._due)
 
     # ---- after a restart
@@ -227,6 +236,7 @@ class EvaluationQueue:
         return self._lent_to is not None and time.monotonic() < self._lent_until_s and self.is_left_to(self._lent_to)
 
     def lent_model(self, machine: str, arrival: int) -> Path | None:
+        """The model file of an evaluation; None if the evaluation is not, or is no longer, left to this machine."""
         with self._changed:
             return self._models.get(arrival) if self._is_lent_now(machine, arrival) else None
 
@@ -237,14 +247,15 @@ class EvaluationQueue:
                 self._finish(self._due[0], scores, machine)
 
     def _is_lent_now(self, machine: str, arrival: int) -> bool:
-        return self._lent_to == machine and bool(self._due) and self._due[0].arrival == arrival and not self._is_evaluating
+        is_first = bool(self._due) and self._due[0].arrival == arrival
+        return self._lent_to == machine and is_first and not self._is_evaluating and not self._is_over
 
     def _finish(self, due: EvaluationDue, scores: Scores | None, machine: str = "") -> None:
         self._lent_to = None
         if due in self._due:
             if scores is not None:
                 self._record_line(due, scores, machine)
-            self._due.remove(due)  # only now: whoever sees that nothing is due must find the line
+            self._due.remove(due)  # only now: a thread that sees that nothing is due must find the line
         self._remove_model(due)
         self._changed.notify_all()
 
@@ -264,18 +275,16 @@ class EvaluationQueue:
         """The next evaluation that is not left to a machine. None at the end. Before that, files that are no longer needed are
         removed."""
         while True:
+            self._remove_surplus()
             with self._changed:
-                surplus, self._surplus = self._surplus, []
-                if not surplus:
-                    if self._is_over:
-                        return None
-                    if self._is_first_due_here():
-                        self._is_evaluating = True
-                        return self._due[0]
-                    self._changed.wait(LOOK_EVERY_S if self._due else None)
-            for path in surplus:
-                with contextlib.suppress(OSError):  # the next start of the run removes what is left
-                    path.unlink()
+                if self._surplus:
+                    continue
+                if self._is_over:
+                    return None
+                if self._is_first_due_here():
+                    self._is_evaluating = True
+                    return self._due[0]
+                self._changed.wait(LOOK_EVERY_S if self._due else None)
 
     def _is_first_due_here(self) -> bool:
         due = self._due[0] if self._due else None
@@ -300,8 +309,9 @@ class EvaluationQueue:
     def _record_line(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
         try:
             self._record(due, scores, machine)
-        except OSError as error:
-            log.warning("The evaluation at arrival %d was left out: its line could not be written (%s).", due.arrival, error)
+        except Exception as error:  # an error that ended the thread would leave `wait` waiting
+            text = "The evaluation at arrival %d was left out: its line could not be written (%s)."
+            log.warning(text, due.arrival, error, exc_info=None if isinstance(error, OSError) else error)
 
     # ---- the end
 

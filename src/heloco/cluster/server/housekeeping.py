@@ -35,6 +35,7 @@ class Housekeeping:
         self._no_checkpoint_until_s = -math.inf
 
     def take_up(self) -> None:
+        """Sets the time of the last tick to now, so that the time before a restart does not count as a standstill."""
         self._ticked_s = self.state.now_s
 
     def tick(self) -> None:
@@ -110,6 +111,7 @@ class Housekeeper(threading.Thread):
         self._is_over = threading.Event()
 
     def run(self) -> None:
+        """Ticks every `TICK_S` until `end` is called. An error in a tick ends the run as failed."""
         state = self._housekeeping.state
         while not self._is_over.wait(TICK_S):
             try:
@@ -120,5 +122,6 @@ class Housekeeper(threading.Thread):
                     state.end("failed", f"The synchronizer failed with an internal error ({type(error).__name__}: {error}).")
 
     def end(self) -> None:
+        """Returns when the thread has finished its current tick and ended."""
         self._is_over.set()
         self.join()

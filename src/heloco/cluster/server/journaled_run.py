@@ -85,7 +85,7 @@ class JournaledRun:
         """(time, machine, staleness) of the arrivals in the window and of the one before it, for rates. Empty after a restart."""
         self.saved_at = -1
         """Arrivals at the last checkpoint."""
-        self.saving: Future[int] | None = None
+        self.checkpoint_under_way: Future[int] | None = None
         """The checkpoint that is being written."""
         self.readers = TensorReaders()
         self.evaluations: EvaluationQueue | None = None
@@ -98,16 +98,19 @@ class JournaledRun:
         """A thread for what nobody waits for: checkpoints, and removing files."""
 
     def open_journal(self, journal: Journal) -> None:
+        """Events go to this journal from now on."""
         self._journal = journal
         self.slow_work.submit(int)  # starts its thread now: later there may be none left
 
     @property
     def journal(self) -> Journal:
+        """The open journal. Before `open_journal` there is none, and this fails."""
         assert self._journal is not None, "the run was not begun"
         return self._journal
 
     @property
     def is_finished(self) -> bool:
+        """Whether all arrivals of the config are in."""
         return self.synchronizer.arrivals >= self.config.run.arrivals
 
     # ---- events, live
@@ -118,11 +121,13 @@ class JournaledRun:
         self.follow(event)
 
     def dispatch(self, worker: int, machine: str, steps: int, start_digest: str, time_s: float) -> None:
+        """Records that a machine was handed a round of `steps` inner steps, and follows the event."""
         event = Dispatch(time_s=time_s, worker=worker, steps=steps, machine=machine, start_digest=start_digest)
         self.journal.append(event)
         self.follow(event)
 
     def abandon(self, worker: int, kind: AbandonKind, text: str, time_s: float) -> None:
+        """Records that the worker's round ended without an accepted contribution. Its data goes back to the ledger."""
         event = Abandon(
             time_s=time_s, worker=worker, round=self.synchronizer.rounds_under_way[worker].index, kind=kind, text=text
         )
@@ -169,7 +174,8 @@ class JournaledRun:
 
     def _check_saving(self) -> None:
         """Raises the error if an fsync of the checkpoint in the background failed: then nothing more is acknowledged."""
-        if self.saving is not None and self.saving.done() and isinstance(error := self.saving.exception(), RunStopped):
+        under_way = self.checkpoint_under_way
+        if under_way is not None and under_way.done() and isinstance(error := under_way.exception(), RunStopped):
             raise error
 
     # ---- what follows from an event
@@ -335,9 +341,11 @@ class JournaledRun:
         return starts.write(self.synchronizer.outer_step, self.synchronizer.start(starts.layout.names))
 
     def final_model(self) -> dict[str, Tensor]:
+        """The outer parameters and buffers by name. They are no copies."""
         return blocks.name_start(self.synchronizer.parameters, self.synchronizer.buffers)
 
     def close(self) -> None:
+        """Ends the evaluations and threads, and closes the run's files. It waits for slow work that was begun."""
         if self.evaluations is not None:
             self.evaluations.close()
         self._background.shutdown()

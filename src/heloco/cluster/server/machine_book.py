@@ -25,7 +25,7 @@ class MachineRecord(Struct, frozen=True):
     seat: int | None
     paces_s: list[float]
     arrivals: int
-    wasted: int
+    wasted_rounds: int
     is_barred: bool
     barred_because: str
 
@@ -43,7 +43,7 @@ class MachineEntry:
     """Paces of its last rounds: seconds per inner step, from dispatch to arrival."""
     arrivals: int = 0
     """Contributions of this machine that were accepted."""
-    wasted: int = 0
+    wasted_rounds: int = 0
     """Rounds in a row that this machine wasted."""
     is_barred: bool = False
     """Whether the machine may not take part any more."""
@@ -57,6 +57,7 @@ class MachineEntry:
 
 
 def hash_secret(secret: str) -> str:
+    """The hash under which a secret is stored, so that no file holds the secret itself."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
@@ -67,6 +68,7 @@ class MachineBook:
         self._entries: dict[str, MachineEntry] = {}
 
     def get(self, machine: str) -> MachineEntry | None:
+        """The entry of a machine; None if it never joined or was forgotten."""
         return self._entries.get(machine)
 
     def proves(self, machine: str, secret: str) -> bool:
@@ -75,6 +77,7 @@ class MachineBook:
         return entry is not None and hmac.compare_digest(entry.secret_hash, hash_secret(secret))
 
     def note_join(self, machine: str, secret_hash: str, token: str, seat: int | None) -> MachineEntry:
+        """A machine joined. One that is remembered keeps its paces, its counts and, without a new one, its seat."""
         entry = self._entries.pop(machine, None) or MachineEntry(secret_hash)
         entry.secret_hash, entry.token = secret_hash, token
         if seat is not None:
@@ -83,14 +86,16 @@ class MachineBook:
         return entry
 
     def note_arrival(self, machine: str, pace_s: float) -> None:
+        """A contribution of the machine was accepted. Its count of wasted rounds begins again."""
         if entry := self._entries.get(machine):
             entry.paces_s.append(pace_s)
             entry.arrivals += 1
-            entry.wasted = 0
+            entry.wasted_rounds = 0
 
     def note_wasted_round(self, machine: str) -> None:
+        """Counts one more round in a row that the machine wasted."""
         if entry := self._entries.get(machine):
-            entry.wasted += 1
+            entry.wasted_rounds += 1
 
     def note_part(self, machine: str, kind: PartKind, text: str) -> None:
         """A machine left. If that bars it, the first reason stays."""
@@ -108,19 +113,21 @@ class MachineBook:
                 del self._entries[machine]
 
     def to_records(self) -> dict[str, MachineRecord]:
+        """The entries as a checkpoint holds them."""
         return {
             machine: MachineRecord(
-                entry.secret_hash, entry.token, entry.seat, list(entry.paces_s), entry.arrivals, entry.wasted, entry.is_barred,
-                entry.barred_because,
+                entry.secret_hash, entry.token, entry.seat, list(entry.paces_s), entry.arrivals, entry.wasted_rounds,
+                entry.is_barred, entry.barred_because,
             )
             for machine, entry in self._entries.items()
         }  # fmt: skip
 
     def load(self, records: dict[str, MachineRecord]) -> None:
+        """Replaces all entries by those of a checkpoint."""
         self._entries = {
             machine: MachineEntry(
-                record.secret_hash, record.token, record.seat, deque(record.paces_s, PACES_KEPT), record.arrivals, record.wasted,
-                record.is_barred, record.barred_because,
+                record.secret_hash, record.token, record.seat, deque(record.paces_s, PACES_KEPT), record.arrivals,
+                record.wasted_rounds, record.is_barred, record.barred_because,
             )
             for machine, record in records.items()
         }  # fmt: skip

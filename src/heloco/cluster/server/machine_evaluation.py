@@ -19,6 +19,7 @@ class MachineEvaluation:
         self.state = state
 
     def take_up(self, run: JournaledRun) -> None:
+        """Lets the run's queue leave evaluations to the machines that offer to evaluate."""
         if run.evaluations is not None:
             run.evaluations.is_left_to = self._is_left_to
 

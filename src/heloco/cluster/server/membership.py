@@ -58,7 +58,7 @@ class Membership:
             )
         if starts is None or request.layout is None:
             return
-        if difference := starts.layout.difference(Layout(request.layout)):
+        if (difference := starts.layout.difference(Layout(request.layout))) is not None:
             raise Refused(RefusalCode.LAYOUT, f"This run trains another model: here, {difference}.")
 
     def _new_ticket(self, name: str) -> Ticket:
@@ -97,6 +97,7 @@ class Membership:
                 )  # fmt: skip
 
     def leave(self, ticket: Ticket, text: str) -> None:
+        """A machine leaves of its own accord. Its round is given up, and nothing happens if it is not present."""
         with self.state.changed:
             if ticket.machine in self.state.roster.present:
                 self.part_with(self.state.machine(ticket), "left", text)

@@ -75,7 +75,7 @@ class ModelIntake:
             raise Refused(
                 RefusalCode.LAYOUT, "A model's blocks are named parameter.0, …, buffer.0, …, and it has at least one parameter."
             )
-        if untrainable := layout.untrainable():
+        if (untrainable := layout.untrainable()) is not None:
             raise Refused(RefusalCode.LAYOUT, untrainable)
         limit = self.state.config.cluster.model_limit_gb * 1e9
         limit = limit or FREE_SPACE_SHARE * shutil.disk_usage(self.state.folder).free
@@ -139,6 +139,7 @@ class ModelIntake:
             raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {error}") from error
 
     def drop(self) -> None:
+        """Removes what was received of the model, so that another machine can send it."""
         if self._upload is not None:
             self._upload.close(remove=True)
         self._upload, self._sender = None, ""

@@ -97,6 +97,7 @@ def new_run(
     clock: Clock = time.monotonic,
     task_config: RunConfig | None = None,
 ) -> Service:
+    """Creates the folder of a run at `path`, and begins to serve the run."""
     check_servable(config)
     folder = RunFolder.create(path, config, describe(task, config, task.build_model(), clock="real"))
     return _begin_service(journaled_run(task, config, folder, observers, task_config), clock)

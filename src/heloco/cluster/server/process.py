@@ -27,7 +27,7 @@ from heloco.run.settings import parse_toml, to_toml
 
 LISTEN = "listen.json"
 END_WITH_STDIN = "--end-with-stdin"
-"""The flag of `heloco join` for a worker that must not outlive whoever started it."""
+"""The flag of `heloco join` for a worker that must not outlive the process that started it."""
 GATEWAY = "heloco.cluster.gateway.https_server:open_gateway"
 """Loaded by name, because this room may not import the gateway."""
 

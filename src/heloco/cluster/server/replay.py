@@ -31,8 +31,8 @@ class ReplayResult:
     """Lines of the tape that were computed again."""
     digest: str
     """Digest of the parameters at the end."""
-    difference: str = ""
-    """The first difference as a sentence; empty if all lines are equal to the bit."""
+    difference: str | None = None
+    """The first difference as a sentence; None if all lines are equal to the bit."""
 
 
 def replay(folder: RunFolder, task: Task | None, on_progress: Callable[[int], Any] = lambda _: None) -> ReplayResult:
@@ -80,11 +80,11 @@ def load_oldest(folder: RunFolder, run: JournaledRun) -> tuple[Mark, int]:
     raise UserError(f"{folder.path} has no checkpoint from which on its contributions are kept: there is nothing to replay from.")
 
 
-def _difference(tape: list[ArrivalRecord], replayed_records: list[ArrivalRecord]) -> str:
+def _difference(tape: list[ArrivalRecord], replayed_records: list[ArrivalRecord]) -> str | None:
     """Compares the replayed records with the tape's last ones. Records that only the journal has are no difference: they were
     never written to the tape, or the tape lost them."""
     if not replayed_records:
-        return ""
+        return None
     first = replayed_records[0]
     start = next((i for i, line in enumerate(tape) if (line.worker, line.round) == (first.worker, first.round)), len(tape))
     for line, replayed in zip(tape[start:], replayed_records, strict=False):
@@ -93,4 +93,4 @@ def _difference(tape: list[ArrivalRecord], replayed_records: list[ArrivalRecord]
             if before != now:
                 return f"arrival {replayed.arrival}: {field} was {before!r} and is {now!r}"
     surplus = len(tape) - start - len(replayed_records)
-    return f"the tape has {surplus} lines more than the journal" if surplus > 0 else ""
+    return f"the tape has {surplus} lines more than the journal" if surplus > 0 else None

@@ -39,6 +39,7 @@ class Resumption:
         """Sentences about the folder, for the person who serves the run."""
 
     def begin(self) -> None:
+        """Takes the folder, loads the best checkpoint, follows the journal after it, and opens the journal for new events."""
         self.folder.take()
         start_point = self._choose_checkpoint()
         mark, lines = Mark(), NO_LINES
@@ -73,7 +74,7 @@ class Resumption:
             except CheckpointDamaged as error:
                 damage_of_path[path] = error
                 continue
-            if not lost_file:
+            if lost_file is None:
                 self._note_choice(path.name, damage_of_path, second_best)
                 return start_point
             second_best = second_best or (start_point, lost_file)
@@ -104,8 +105,8 @@ class Resumption:
     def _has_events(self) -> bool:
         return any(True for _ in read_events(self.folder.path / FOLDER)) if (self.folder.path / FOLDER).is_dir() else False
 
-    def _lost_at(self, state: ServedState, *, is_newest: bool) -> str:
-        """A file that is damaged and cannot be computed again from this checkpoint; empty if there is none."""
+    def _lost_at(self, state: ServedState, *, is_newest: bool) -> str | None:
+        """A file that is damaged and cannot be computed again from this checkpoint; None if there is none."""
         if short := self.folder.shorter_than(state.lines):
             return str(short)
         for version in self._versions_still_held(state):
@@ -114,20 +115,18 @@ class Resumption:
         earlier = evaluations_after(self.folder.path, state.lines.evals_bytes)
         if any(not self.run.can_evaluate(due, earlier, state.arrival) for due in state.evaluations_due):
             return str(self.folder.path / EVALS)
-        if not is_newest and (missing_file := self._missing_contribution(state.journal)):
-            return missing_file
-        return ""
+        return None if is_newest else self._missing_contribution(state.journal)
 
     def _versions_still_held(self, state: ServedState) -> set[int]:
         """Versions of the rounds that were under way at the checkpoint and still are at the end of the journal."""
         versions = {terms.worker: terms.version for terms in state.books.rounds_under_way}
-        with contextlib.suppress(JournalDamaged):  # whoever opens the journal says what is wrong with it
+        with contextlib.suppress(JournalDamaged):  # opening the journal reports the damage
             for event, _ in read_events(self.folder.path / FOLDER, state.journal):
                 if isinstance(event, Receive | Abandon):
                     versions.pop(event.worker, None)
         return set(versions.values())
 
-    def _missing_contribution(self, since: Mark) -> str:
+    def _missing_contribution(self, since: Mark) -> str | None:
         folder = self.folder.path / FOLDER
         try:
             for event, mark in read_events(folder, since):
@@ -135,7 +134,7 @@ class Resumption:
                     return str(contribution_path(folder, mark.number))
         except JournalDamaged as damage:
             return str(damage)
-        return ""
+        return None
 
     def _adopt_starts(self) -> None:
         """Takes over the start files of rounds that were under way at the checkpoint. Those of its

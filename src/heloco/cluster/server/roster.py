@@ -47,7 +47,7 @@ class Machine:
     """When its round is given to another machine, even if it still reports progress."""
     rests_until_s: float = 0.0
     """The machine gets no round before this time, because it wasted several in a row."""
-    refused: int = 0
+    refusals_in_a_row: int = 0
     """Number of its contributions that were refused in a row."""
     evaluates: bool = False
     """Whether the machine offers to evaluate models."""
@@ -58,6 +58,7 @@ class Machine:
 
     @property
     def name(self) -> str:
+        """The part of the id that a person chose. Several machines may have the same."""
         return name_of(self.id)
 
 
@@ -114,6 +115,7 @@ class Roster:
         return present
 
     def leave(self, machine: Machine) -> None:
+        """Removes a machine. Its seat goes to the machine that has waited longest."""
         del self.present[machine.id]
         self.seat_the_waiting()
 
@@ -135,9 +137,11 @@ class Roster:
         self.seat_the_waiting()
 
     def empty_seats(self) -> set[int]:
+        """The seats that no present machine has."""
         return set(range(self.seats)) - {machine.seat for machine in self if machine.seat is not None}
 
     def held_seats(self) -> set[int]:
+        """The seats whose round a present machine holds, also one that sits on another seat."""
         return {machine.round.worker for machine in self if machine.round}
 
     def waiting(self) -> list[Machine]:
@@ -147,6 +151,7 @@ class Roster:
     # ---- rounds
 
     def assign(self, machine: Machine, key: RoundKey, now_s: float, allowed_s: float) -> None:
+        """The machine holds this round from now on, for at most `allowed_s`."""
         machine.round, machine.steps = key, 0
         machine.seen_s = machine.progressed_s = machine.asked_s = now_s
         machine.deadline_s = now_s + allowed_s
@@ -156,10 +161,10 @@ class Roster:
         machine.round, machine.steps, machine.deadline_s = None, 0, math.inf
         machine.asked_s = now_s
 
-    def rest(self, machine: Machine, wasted: int, now_s: float) -> None:
+    def rest(self, machine: Machine, wasted_rounds: int, now_s: float) -> None:
         """After several wasted rounds, makes the machine wait, longer each time, and gives its seat to a waiting machine."""
-        if wasted >= WASTED_LIMIT:
-            pause_s = min(REST_LIMIT_S, self.beat_s * 2.0 ** min(wasted - WASTED_LIMIT, 16))
+        if wasted_rounds >= WASTED_LIMIT:
+            pause_s = min(REST_LIMIT_S, self.beat_s * 2.0 ** min(wasted_rounds - WASTED_LIMIT, 16))
             machine.rests_until_s = now_s + pause_s
             if machine.seat is not None and self.waiting():
                 self.send_to_the_back(machine)
@@ -179,6 +184,7 @@ class Roster:
     # ---- signs of life
 
     def note_seen(self, machine: Machine, now_s: float) -> None:
+        """Notes that the machine was heard from. It says nothing about its progress."""
         machine.seen_s, machine.is_away = now_s, False
 
     def note_steps(self, machine: Machine, steps: int, now_s: float) -> None:

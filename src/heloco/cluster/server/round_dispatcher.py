@@ -52,7 +52,7 @@ class RoundDispatcher:
         if state.paused and holds_back(state.paused, has_contributed=machine.id in state.run.participants()):
             return Wait(kind="paused", text=state.paused.text)
         if state.now_s < machine.rests_until_s:
-            return Wait(kind="rest", text="its last rounds came to nothing, so the next one comes a little later")
+            return Wait(kind="rest", text="its last rounds were not accepted, so the next one comes a little later")
         if not self._free_seats(machine):
             return Wait(kind="no-seat", text="all workers' rounds are under way")
         grace_left_s = self._grace_until_s - state.now_s
@@ -62,7 +62,7 @@ class RoundDispatcher:
 
     def note_arrival(self) -> None:
         """Begins a grace period with the first arrival after the last one, and ends it when there is nobody left to wait for. No
-        round begins in it: whoever starts just before the others arrive works from an old model."""
+        round begins in it: a machine that starts just before the others arrive would work from an old model."""
         state, rounds = self.state, self.state.config.rounds
         assert state.run is not None
         if not state.run.synchronizer.rounds_under_way:
@@ -179,7 +179,7 @@ class RoundDispatcher:
             run.abandon(machine.round.worker, kind, text, self.state.now_s)
             self.put_down(machine, remove_upload=True)
             if entry := self.state.book.get(machine.id):
-                self.state.roster.rest(machine, entry.wasted, self.state.now_s)
+                self.state.roster.rest(machine, entry.wasted_rounds, self.state.now_s)
 
     def put_down(self, machine: Machine, *, remove_upload: bool) -> None:
         """The machine holds no round any more."""

@@ -35,15 +35,17 @@ class ScorerAnswer(Struct, frozen=True):
     not write."""
 
     scores: Scores = msgspec.field(default_factory=dict)
-    error: str = ""
-    """For people: why there are no scores."""
+    error: str | None = None
+    """For people: why there are no scores; None if there are."""
 
     def encode(self) -> bytes:
+        """The answer as one line of JSON, NaN included."""
         scores = {source: {name: float(value) for name, value in each.items()} for source, each in self.scores.items()}
         return json.dumps({"scores": scores, "error": self.error}).encode() + b"\n"  # a task's numbers may be NumPy's
 
     @classmethod
     def decode(cls, line: bytes) -> "ScorerAnswer":
+        """The answer in a line that `encode` wrote."""
         return msgspec.convert(json.loads(line), cls)
 
 
@@ -89,7 +91,7 @@ class ScorerProcess:
         except OSError:  # it was killed, for example because memory was short: once more
             self._end()
             answer = self._ask(model)
-        if answer.error:
+        if answer.error is not None:
             raise UserError(answer.error)
         return answer.scores
 
@@ -125,6 +127,7 @@ class ScorerProcess:
                     pipe.close()
 
     def close(self) -> None:
+        """Kills the process. An evaluation that it was making is lost."""
         self._is_closed = True
         self._end()
 

@@ -50,20 +50,24 @@ class ServiceState:
         return self._clock() - self._zero_s
 
     def set_time(self, now_s: float) -> None:
+        """Sets the run's own time, from which it goes on after a restart."""
         self._zero_s = self._clock() - now_s
 
     # ---- the end
 
     @property
     def has_failed(self) -> bool:
+        """Whether the run ended with an error. The state in memory may then be half changed."""
         return self.ended is not None and self.ended.kind == "failed"
 
     def end(self, kind: EndKind, text: str) -> None:
+        """Ends the run in this process, and wakes all that wait for a change. The text says why."""
         with self.changed:
             self.ended = Ended(kind=kind, text=text)
             self.changed.notify_all()
 
     def check_open(self) -> None:
+        """Raises `Refused` if the run has ended or failed."""
         if self.ended is None:
             return
         if self.ended.kind == "failed":
@@ -117,6 +121,7 @@ class ServiceState:
         return machine
 
     def check_not_barred(self, machine: str) -> None:
+        """Raises `Refused` if the machine was evicted or turned away."""
         entry = self.book.get(machine)
         if entry is not None and entry.is_barred:
             raise Refused(RefusalCode.BARRED, f"{machine} may not take part any more: {entry.barred_because}.")

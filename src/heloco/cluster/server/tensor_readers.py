@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class TensorReaders:
-    """Counts who still reads the tensors of the outer state. Whoever changes them waits until nobody does.
+    """Counts who still reads the tensors of the outer state. A thread that changes them waits until nobody does.
 
     1. Under the run's lock a reader enters, and begins to copy the tensors in a thread.
     2. The next outer step waits until the reader has left. Meanwhile everything else goes on, so it waits without the lock.
@@ -32,6 +32,7 @@ class TensorReaders:
 
     @property
     def are_reading(self) -> bool:
+        """Whether a copy of the tensors is being made."""
         return self._count > 0
 
     def wait(self) -> None:

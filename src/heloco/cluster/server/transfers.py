@@ -183,9 +183,11 @@ class Uploads:
             path.unlink()
 
     def get(self, key: RoundKey) -> Upload | None:
+        """The upload of a round; None if nothing of it has been received."""
         return self._open.get(key)
 
     def open(self, key: RoundKey, layout: Layout) -> Upload:
+        """The upload of a round, begun if there is none yet. Raises `Refused` if the disk is full."""
         if key not in self._open:
             path = self.folder / f"{key.worker}-{key.round}-{key.version}.partial"
             try:
@@ -195,10 +197,12 @@ class Uploads:
         return self._open[key]
 
     def drop(self, key: RoundKey, *, remove: bool) -> None:
+        """Closes the upload of a round, if there is one. `remove`: its file is deleted too."""
         if upload := self._open.pop(key, None):
             upload.close(remove=remove)
 
     def close(self) -> None:
+        """Closes all uploads, and deletes their files."""
         for key in list(self._open):
             self.drop(key, remove=True)
 
@@ -217,6 +221,7 @@ class SnapshotStore:
         """A file that is no longer needed. Overwriting it is several times as fast as making a new one."""
 
     def path(self, version: int) -> Path:
+        """Where the start file of a version is, whether it exists or not."""
         return self.folder / f"{version}.safetensors"
 
     def write(self, version: int, tensors: Mapping[str, Tensor] | Iterable[Tensor]) -> str:
@@ -260,6 +265,7 @@ class SnapshotStore:
         return False
 
     def has(self, version: int) -> bool:
+        """Whether the start file of a version is there and its digest is known."""
         return version in self._digests and self.path(version).is_file()
 
     def keep_only(self, versions: set[int]) -> None:
@@ -277,6 +283,7 @@ class SnapshotStore:
 
 
 def make_folder(path: Path) -> Path:
+    """Makes a folder of the run unless it exists. Raises UserError if a file is in its place."""
     try:
         path.mkdir(exist_ok=True)
     except FileExistsError:

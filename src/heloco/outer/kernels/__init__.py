@@ -21,9 +21,9 @@ on_gpu: Callable[[Tensor], bool] = attrgetter("is_cuda")  # which blocks go thro
 
 
 def are_homogeneous(tensors: Sequence[Any]) -> bool:
-    """Whether the first of these blocks speaks for all: plain contiguous tensors of one dtype and on one device.
+    """Whether these blocks can be treated alike: plain contiguous tensors of one dtype and on one device.
 
-    Asked of all at once, for a hundred small blocks take longer to look at one by one than to step.
+    All are checked together: checking a hundred small blocks one by one would take longer than their step.
     """
     return (
         set(map(type, tensors)).issubset(native.PLAIN)

@@ -210,7 +210,7 @@ def _cut(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """Without waiting. torch keeps the pinned memory from being used again until it has been read."""
+    """Copies numbers to the GPU without waiting. torch does not reuse the pinned memory before it has been read."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 

@@ -27,7 +27,7 @@ PAIRS = (
 )
 """The dtypes of momentum and pseudo-gradient that there are kernels for; parameters have the momentum's."""
 DECODED_PIECES = 16
-"""Codes are decoded so many pieces at a time: few enough to stay in the processor's cache until they are used."""
+"""The number of pieces of codes that are decoded at a time. They stay in the processor's cache until they are used."""
 PLAIN = (Tensor, torch.nn.Parameter)  # a subclass such as DTensor may have no memory of its own to point at
 
 
@@ -52,7 +52,7 @@ def dtype_of(block: Block) -> torch.dtype:
 
 
 class BlockKernels:
-    """Both passes over blocks of one pair of dtypes, cut into pieces: of each its block, length and address."""
+    """Both passes over blocks of one pair of dtypes. The blocks are cut into pieces, each with its block, length and address."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class BlockKernels:
         pseudo_gradients: Sequence[Block],
         release: Release | None = None,
     ) -> None:
-        """Of the pseudo-gradients all are tensors, or all are codes."""
+        """Either all pseudo-gradients are tensors, or all are codes."""
         self._is_mapped = release is not None  # the kernels themselves give back what they have read
         self._pieces = Pieces.from_sizes(tuple(map(Tensor.numel, momenta)))
         self._dtypes = momenta[0].dtype, dtype_of(pseudo_gradients[0])
@@ -72,7 +72,7 @@ class BlockKernels:
         self._codes = [u for u in pseudo_gradients if not isinstance(u, Tensor)]
 
     def _addresses(self, tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
-        """Where each piece lies."""
+        """The memory address of each piece."""
         starts = np.array(list(map(Tensor.data_ptr, tensors)), dtype=np.int64)
         return starts[self._pieces.block] + self._pieces.offset * tensors[0].element_size()
 

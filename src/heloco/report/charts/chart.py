@@ -51,7 +51,7 @@ class Spans:
     """How many rounds a bar stands for."""
     hover: list[str]
     colours: list[str]
-    """One per row."""
+    """The colour of each row."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Heat:
     cosine: list[list[float | None]]
     """Per block, per column: the mean over the column's arrivals."""
     case: list[str]
-    """Per block a letter per column, the most frequent of k|d|t|s; a blank where the rule was not applied."""
+    """For each block, a letter per column: the most frequent of k|d|t|s, or a blank where the rule was not applied."""
 
 
 Content = Figure | Bars | Spans | Heat
@@ -77,7 +77,7 @@ class View:
     label: str
     content: Content
     notes: list[str] = field(default_factory=list)
-    """Under the chart: what was left out or drawn together."""
+    """Sentences under the chart: what was left out or drawn together."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Chart:
     by: Literal["", "view", "run"] = ""
     """What the views are: one for all, a choice of this chart's own, or one per run, chosen for all such charts at once."""
     switches: tuple[str, ...] = ("log", "smooth")
-    """Which of the page's switches it heeds."""
+    """The switches of the page that change this chart."""
     wide: bool = False
     """As wide as the page, where it would stand next to another."""
 
@@ -129,7 +129,7 @@ def worker_groups(paces: Sequence[float], limit: int = len(WORKER_COLOURS)) -> l
 
 
 def seat_groups(count: int, limit: int = len(WORKER_COLOURS)) -> list[Group]:
-    """Workers whose paces say nothing: each by itself, or, where there are many, neighbours together."""
+    """Groups workers whose paces say nothing: each by itself, or neighbours together if there are many."""
     group_size = -(-count // limit)
     parts = [list(range(begin, min(count, begin + group_size))) for begin in range(0, count, group_size)]
     names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]

@@ -12,7 +12,7 @@ CELLS = 40_000
 
 
 def correction(runs: Sequence[Run]) -> Chart | None:
-    """Of the runs that have blocks on their tape."""
+    """The chart of the runs that have blocks on their tape; None if there is no such run."""
     cells = max(4000, min(CELLS, 4 * CELLS // len(runs)))
     views = [view for run in runs if (view := heat_of(run, cells))]
     about = (
@@ -23,7 +23,7 @@ def correction(runs: Sequence[Run]) -> Chart | None:
 
 
 def heat_of(run: Run, cells: int) -> View | None:
-    """The map of a run, thinned to so many cells; None if the run has no blocks."""
+    """The map of a run, thinned to at most `cells` cells or one column; None if the run has no blocks."""
     tape, blocks = run.tape, run.facts.blocks
     places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused" and len(tape.case[i]) == len(blocks)]
     if not places:

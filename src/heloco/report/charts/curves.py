@@ -29,7 +29,7 @@ def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str,
 
 
 def time_label(runs: Sequence[Run]) -> str:
-    """Whose time it is: a simulation's, or that of real machines."""
+    """The label of the time axis: it says whether the time is virtual or real."""
     clocks = {run.summary.clock for run in runs}
     return f"{clocks.pop()} time (s)" if len(clocks) == 1 else "virtual or real time (s)"
 
@@ -48,7 +48,7 @@ def y_label(measure: str, runs: Sequence[Run]) -> str:
 
 
 def scores(runs: Sequence[Run]) -> Chart:
-    """The mean over sources, over steps and over time."""
+    """The chart of the mean over sources, drawn over steps and over time."""
     if all(run.facts.is_external for run in runs):
         return Chart("scores", "Validation", NOTHING_EVALUATED, [], "view")
     views, x = [], axes_of(runs)
@@ -63,7 +63,7 @@ def scores(runs: Sequence[Run]) -> Chart:
 
 
 def sources(runs: Sequence[Run]) -> Chart | None:
-    """Each source for itself: a panel per source, a line per run."""
+    """The chart of each source: a panel per source, a line per run."""
     names = list(dict.fromkeys(source for run in runs for source in run.sources))
     views = []
     for measure in measures_of(runs):
@@ -76,7 +76,7 @@ def sources(runs: Sequence[Run]) -> Chart | None:
 
 
 def _score(measure: str, source: str | None = None) -> Callable[[EvaluationRecord], float | None]:
-    """Of one source, or the mean."""
+    """Returns a function that picks the measure of one source, or the mean over sources, from an evaluation."""
 
     def score(record: EvaluationRecord) -> float | None:
         return (record.mean if source is None else record.scores.get(source, {})).get(measure)
@@ -95,7 +95,7 @@ def _lines(
 
 
 def norms(runs: Sequence[Run]) -> Chart | None:
-    """Over outer steps, of all blocks together."""
+    """The chart of three norms over outer steps, each of all blocks together."""
     columns = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
     limit, panels = budget(len(runs)), []
     for title, name in columns.items():

@@ -54,7 +54,7 @@ FEW_NAMES = 8
 
 
 def available() -> bool:
-    """Whether `draw` can draw."""
+    """Whether matplotlib is installed, which `draw` needs."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -138,7 +138,7 @@ def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Ra
     largest = max((abs(x) for line in panel.lines for x in line.x), default=0)
     if largest >= 5000:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1000:g}k" if x else "0")
-    values = [y for line in panel.lines for _, *both in line.points() for y in both]
+    values = [y for line in panel.lines for _, *band in line.points() for y in band]
     beyond = [f"↑ to {max(values):.4g}"] if values and max(values) > y_range.high else []
     beyond += [f"↓ to {min(values):.4g}"] if values and min(values) < y_range.low else []
     axes.set_title("  ".join(beyond), loc="right", fontsize=7, fontweight="normal", color="#666666")
@@ -147,7 +147,7 @@ def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Ra
 
 
 def _write_last_values(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:
-    """Right of the axes, in the lines' colours, pushed apart where they would overlap."""
+    """Writes each line's last value to the right of the axes, in its colour, pushed apart where values would overlap."""
     from matplotlib.colors import to_hex
 
     ends = [(line.last(), to_hex(looks[line.kind]["color"])) for line in panel.lines if not line.paper]
@@ -173,7 +173,7 @@ def spaced(heights: Sequence[float], gap: float) -> list[float]:
 
 
 def _label_axes(sheet: "Sheet", figure: Figure, grid: "list[Axes]", columns: int) -> None:
-    """What all panels have in common is written once."""
+    """Labels the axes. A label that all panels have in common is written once."""
     pairs = list(zip(grid, figure.panels, strict=False))
     one_x, one_y = (len({getattr(panel, name) for panel in figure.panels}) == 1 for name in ("x_label", "y_label"))
     same_x = one_x and len({axes.get_xlim() for axes, _ in pairs}) == 1
@@ -193,7 +193,7 @@ def _label_axes(sheet: "Sheet", figure: Figure, grid: "list[Axes]", columns: int
 
 
 def _legend(sheet: "Sheet", figure: Figure, looks: dict[Kind, Look], free: "Sequence[Axes]") -> None:
-    """Once for all panels: in the place of a missing one, or above them, or, if long, next to them."""
+    """Draws one legend for all panels: in the place of a missing panel, above them, or next to them if it is long."""
     from matplotlib.lines import Line2D
 
     names, handles = [name for name, *_ in looks], []

@@ -37,7 +37,7 @@ class Line:
     colour: str | None = None
     dashed: bool = False
     paper: bool = False
-    """The paper's own number: dotted, or a hollow mark where it is a single point."""
+    """Whether the line is a number of the paper. It is dotted, or a hollow mark if it is a single point."""
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.y) == len(self.y if self.spread is None else self.spread), self.label
@@ -69,7 +69,7 @@ class Panel:
     x_label: str
     y_label: str
     shows_all: bool = False
-    """Its y axis shows everything, and 0."""
+    """Whether the y axis shows all values, and 0."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Figure:
     """Panels side by side with one title and one caption."""
 
     name: str
-    """Of its files, without ending."""
+    """The name of the figure's files, without their ending."""
     title: str
     caption: str
     panels: list[Panel]
@@ -153,8 +153,8 @@ def y_range(lines: Sequence[Line], shows_all: bool = False) -> Range:
     for line in lines:
         points = list(line.points())
         start = points[0][0] + SETTLING * (points[-1][0] - points[0][0]) if len(points) > 4 and not shows_all else -math.inf
-        values += [y for _, *both in points for y in both]
-        late_values += [y for x, *both in points for y in both if x >= start]
+        values += [y for _, *band in points for y in band]
+        late_values += [y for x, *band in points for y in band if x >= start]
     if not values:
         return Range(0.0, 1.0)
     late_values += [0.0] if shows_all else []
@@ -167,7 +167,7 @@ def y_range(lines: Sequence[Line], shows_all: bool = False) -> Range:
 
 
 def y_ranges(figure: Figure) -> dict[str, Range]:
-    """By label of the y axis: panels that measure the same thing share one range."""
+    """Returns a range for each label of a y axis. Panels that measure the same thing share it."""
     labels = dict.fromkeys(panel.y_label for panel in figure.panels)
     panels_of_label = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
     return {

@@ -64,7 +64,7 @@ def _windows(run: Run, places: Sequence[int]) -> Iterator[Counter[str]]:
 
 
 def _pause_line(run: Run) -> Line | None:
-    """Along the axis, with gaps."""
+    """The pauses as one line along the time axis, with gaps between them."""
     x, y = list[float](), list[float | None]()
     for pause in run.journal.pauses[-PAUSES:]:
         end_s = run.journal.time_s if pause.end_s is None else pause.end_s
@@ -74,7 +74,7 @@ def _pause_line(run: Run) -> Line | None:
 
 
 def _part_lines(run: Run, places: Sequence[int], limit: int) -> list[Line]:
-    """Of each machine its part of the last arrivals, over time."""
+    """A line for each machine: its part of the last arrivals, over time."""
     parts = {machine.id: list[float]() for machine in _drawn_machines(run)}
     for window in _windows(run, places):
         for machine, part in parts.items():
@@ -85,7 +85,7 @@ def _part_lines(run: Run, places: Sequence[int], limit: int) -> list[Line]:
 
 
 def shares(runs: Sequence[Run]) -> Chart | None:
-    """What each machine brought: over the whole run, and lately."""
+    """The chart of each machine's part of the contributions: over the whole run, and of the last ones."""
     about = "Each machine's part of all contributions, and of the last ones: who has stopped shows, whether it is here or not."
     views = [_shares(run) for run in runs if run.facts.is_real and run.summary.arrivals]
     return Chart("machines", "Machines' shares", about, views, "run") if views else None
@@ -104,6 +104,6 @@ def _shares(run: Run) -> View:
 
 
 def _drawn_machines(run: Run) -> list[MachineSummary]:
-    """Those with the most contributions, by name, so that their colours stay."""
+    """The machines with the most contributions, sorted by id, so that each keeps its colour."""
     contributors = sorted(run.summary.machines.values(), key=lambda machine: -machine.arrivals)[:MACHINE_LIMIT]
     return sorted(contributors, key=lambda machine: machine.id)

@@ -25,7 +25,7 @@ def timeline(runs: Sequence[Run]) -> Chart:
 
 
 def groups_of(run: Run) -> list[Group]:
-    """By pace; of a real run by number, since a worker is done by whichever machine is free."""
+    """Groups the workers by pace. In a real run it groups them by number, because any free machine may do a worker's round."""
     return seat_groups(len(run.summary.workers)) if run.facts.is_real else worker_groups(run.facts.paces)
 
 
@@ -106,7 +106,7 @@ def _over_time(run: Run, name: str, runs: int) -> View:
 
 
 def _places(run: Run) -> list[tuple[Group, list[int]]]:
-    """Of each group of workers its arrivals, but for refused ones."""
+    """Each group of workers with the places of its arrivals on the tape. Refused ones are left out."""
     groups = groups_of(run)
     group_of = {worker: i for i, group in enumerate(groups) for worker in group.workers}
     places: list[list[int]] = [[] for _ in groups]

@@ -222,7 +222,7 @@
       log: state.scale === "log" && card.chart.switches.includes("log"), smooth: card.chart.switches.includes("smooth") ? state.smooth : 0});
     layout.width = width;
     card.plot.style.minHeight = `${layout.height}px`;
-    /* Plotly offers by default to upload a chart to its makers: a run's numbers stay with whoever has the page. */
+    /* Plotly offers by default to upload a chart to its makers: a run's numbers stay with the person who has the page. */
     return Plotly.react(card.plot, traces, layout, {displaylogo: false, showSendToCloud: false, showEditInChartStudio: false, plotlyServerURL: "", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
       toImageButtonOptions: {filename: `heloco-${card.chart.name}`, scale: 2}, displayModeBar: width < 520 ? false : "hover"});
   };
