@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from faults.fault_workers import Obedient, OrderedWorker, Papers, flipped, work_over
@@ -38,7 +37,7 @@ class OrderedActor(workers_module.WorkerActor):
         return super().run()
 
 
-def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], papers: tuple[str, int, float]) -> None:
+def serve_on_ray(spec: tuple[str, str, int], state: str, ray: RayOptions, papers: tuple[str, int, float]) -> None:
     """Serves the run as `heloco serve` does, with one local worker."""
     for name, value in zip((FOLDER, NUMBER, STEP_S), papers, strict=True):
         os.environ[name] = str(value)
@@ -47,9 +46,7 @@ def serve_on_ray(spec: tuple[str, str, int], state: str, ray: dict[str, Any], pa
     signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     tell = functools.partial(print, "head:", file=sys.stderr, flush=True)
     try:
-        token_file = Path(ray.pop("token_file"))
-        options = RayOptions(trusted=True, token_file=token_file, **ray)
-        with RaySupervisor(spec_for(*spec), workers=1, tell=tell, ray=options) as engine:
+        with RaySupervisor(spec_for(*spec), workers=1, tell=tell, ray=ray) as engine:
             tokens = {right: engine.token(right) for right in ("worker", "admin")}
             while not signals:
                 about = {"tokens": tokens, "launcher": launcher_of(engine), "pid": engine.pid}

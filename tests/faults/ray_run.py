@@ -15,6 +15,7 @@ from typing import Any
 from faults.fault_list import KINDS, Fault
 from faults.fault_places import children_of, free_port, send
 from faults.fault_run import FaultRun
+from heloco.cluster.ray.ray_options import RayOptions
 
 RAY_KINDS = {**KINDS, "kill a Ray worker": 3, "kill the Ray node": 2, "kill the Ray head": 1}
 STORE = 150_000_000
@@ -99,11 +100,10 @@ class RayFaultRun(FaultRun):
         self.token_file = folder / "ray-token"
         self.token_file.write_text(secrets.token_hex(32))
         self.token_file.chmod(0o600)
-        self.ray = {
-            "host": f"{self.net}.1", "port": free_port(), "client_port": free_port(), "token_file": str(self.token_file),
-            "store_bytes": STORE,
-        }  # fmt: skip
-        self.node = Node(f"{self.net}.1:{self.ray['port']}", f"{self.net}.2", self.token_file)
+        self.ray = RayOptions(
+            host=f"{self.net}.1", port=free_port(), client_port=free_port(), token_file=self.token_file, trusted=True
+        )
+        self.node = Node(f"{self.net}.1:{self.ray.port}", f"{self.net}.2", self.token_file)
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "beat_s": max(0.5, self.step_s)}
