@@ -23,7 +23,9 @@ from .kernels.coefficients import Coefficients, coefficients
 from .kernels.windows import Block, Release, brought_to
 from .masters import master_of, round_masters
 
-SLICE = 1 << 20
+SLICE = 1 << 15
+"""Elements of a start that are computed at once: as many as torch computes on one thread. With more, each operation waits for
+a second thread, and that takes seconds in all if another process, such as an evaluation, has the second core."""
 LARGEST_SQUARE = {dtype: torch.finfo(dtype).max for dtype in (torch.float32, torch.float64)}
 """The largest ‖Δ‖² of a block, by the precision of its momentum. A larger one could overflow in the step."""
 ScaleBlocks = Callable[[Numbers], Sequence[float]]
