@@ -28,7 +28,8 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
 
 
 def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) -> TableData:
-    """Each run by its last evaluation within the budget: nothing is interpolated."""
+    """Each run by its last evaluation within the budget. Nothing is interpolated, and the caption says how far the evaluations
+    are apart."""
     reached = [getattr(run.evals[-1], budget) for run in runs]
     limit = min(reached) if limit is None else limit
     unit = runs[0].facts.unit if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
@@ -45,11 +46,23 @@ def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) ->
         header.append(source)
         columns.append(marked([record.scores.get(source, {}).get("loss") for record in records], "loss"))
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
+    caption += _spread_in_words([getattr(record, budget) for record in records], limit, unit)
     short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""
     if budget == "time_s" and len({run.facts.is_real for run in runs}) > 1:
         caption += " Virtual seconds are not real ones: what was simulated and what was not do not compare by time."
     return TableData(f"At {limit:,.10g} {unit}", header, [list(row) for row in zip(*columns, strict=True)], caption)
+
+
+def _spread_in_words(places: Sequence[float], limit: float, unit: str) -> str:
+    """How far apart the runs were evaluated: a run that was evaluated later has trained for longer."""
+    spread = max(places) - min(places)
+    if not spread:
+        return "" if max(places) == limit else f" All are of {max(places):,.6g} {unit}."
+    return (
+        f" The evaluations are up to {spread:,.6g} {unit} apart, {spread / limit:.1%} of the budget: a run that was evaluated "
+        "earlier has trained for less. A smaller --eval-every brings them closer."
+    )
 
 
 def _last_within(run: Run, budget: Budget, limit: float) -> EvaluationRecord:
