@@ -72,7 +72,7 @@ def compare(arguments: argparse.Namespace) -> int:
     elif arguments.format == "markdown":
         print("\n\n".join(map(as_markdown, tables)))
     else:
-        sys.stdout.write("\n".join(map(as_csv, tables)))
+        sys.stdout.write("\n".join(as_csv(table, split_spreads=True) for table in tables))
     return 0
 
 
