@@ -38,6 +38,8 @@ _HOME = {
     "Simulation": "heloco.engine.simulation",
     "simulate": "heloco.engine.simulate",
     "Result": "heloco.engine.simulate",
+    "load_run": "heloco.report.run_data",
+    "RunData": "heloco.report.run_data",
     "join": "heloco.cluster.client.joined_loop",
     "JoinedLoop": "heloco.cluster.client.joined_loop",
     "HeLoCoCallback": "heloco.cluster.client.hf_callback",
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from heloco.outer import examine as examine
     from heloco.policy import register_shards as register_shards
     from heloco.policy import register_weight as register_weight
+    from heloco.report.run_data import RunData as RunData
+    from heloco.report.run_data import load_run as load_run
     from heloco.synchronizer import Arrival as Arrival
     from heloco.synchronizer import Contribution as Contribution
     from heloco.synchronizer import Round as Round

@@ -26,7 +26,6 @@ def refused(tmp_path: Path, *arguments: str | Path, says: str) -> None:
             "There is no command 'qqq'; known: train, resume, eval, export, schedule, plan, methods, serve, join, "
             "status, stop, pause, unpause, evict, tokens, doctor, replay, rollback, study, report, compare, watch.",
         ),
-        ("", "The following arguments are required: COMMAND. See `heloco --help`."),
         ("train --metod mla", "There is no option --metod for `heloco train`; did you mean '--method'?"),
         ("train --inner-step=5", "There is no option --inner-step for `heloco train`; did you mean '--inner-steps'?"),
         ("train --inner_steps 5", "did you mean '--inner-steps'?"),

@@ -4,6 +4,7 @@ import csv
 import json
 import lzma
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ from heloco.engine.build import build_task
 from heloco.methods import METHODS
 from heloco.outer.kernels import native
 from heloco.run import RunFolder
+from heloco.run.config import knob_setting
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.images import ShapesNet
 from support.nursery import Fault
-from support.runs import TINY, checkpoints, digests, evals, heloco, on_threads, tape, train, write_text
+from support.runs import TINY, assert_refused, checkpoints, digests, evals, heloco, on_threads, tape, train, write_text
 
 # ---- schedule
 
@@ -121,8 +123,23 @@ def test_methods_names_every_method_with_its_equation_and_knobs():
         assert method.equation in sections[name] and method.about in sections[name]
         assert f"ρ: {method.weight}" in sections[name] and method.flexible_weight in sections[name]
         for knob, value in method.knobs().items():
-            assert value is None or f"{knob}={value}" in sections[name]
-    assert "reorient=ramp, weigh=before" in sections["heloco-ramp"] and "lr=0.07" in sections["async-nesterov"]
+            flag = f"--{knob_setting(knob).replace('_', '-')} "
+            assert (value is None) != (flag in sections[name])
+    assert "--reorient ramp --weigh before" in sections["heloco-ramp"] and "--outer-lr 0.07" in sections["async-nesterov"]
+
+
+@pytest.mark.parametrize("name", ["async-nesterov", "delayed-nesterov", "heloco-adaptive"])
+def test_the_flags_of_knobs_that_methods_prints_are_those_of_train(name, tmp_path):
+    """Copied from there to the command line, they give the method's own run."""
+    [section] = [part for part in heloco("methods").out.split("\n\n") if part.startswith(f"{name}\n")]
+    flags = section.partition("knobs: ")[2].split()
+    assert flags[0] == "--outer-lr"
+    plain, with_flags = (
+        train(tmp_path / part, "--method", name, "--arrivals", "3", *more) for part, more in (("plain", ()), ("flags", flags))
+    )
+    assert tape(plain) == tape(with_flags)
+    config = "config.toml"
+    assert (plain / config).read_text() == (with_flags / config).read_text()
 
 
 def test_methods_as_json():
@@ -130,6 +147,29 @@ def test_methods_as_json():
     assert described.keys() == METHODS.keys()
     assert described["sync-nesterov"]["barrier"] and not described["heloco"]["barrier"]
     assert described["heloco"]["knobs"]["k_d"] == 1.0 and described["mla"]["rule"] == "MLA"
+
+
+# ---- rates that are far above their defaults
+
+
+def test_an_inner_rate_that_was_meant_as_the_outer_one_is_warned_of(tmp_path):
+    result = heloco("train", *TINY, "--recipe", "best", "--arrivals", "1", "--lr", "0.7", "--out", tmp_path / "run")
+    assert result.code == 0
+    assert result.warnings == [
+        "--lr is 0.7, 109 times the default 0.0064 of muon: the training may diverge. --lr is the rate of the inner steps, "
+        "--outer-lr that of the outer method."
+    ]
+
+
+def test_an_outer_rate_a_hundred_times_its_default_is_warned_of(tmp_path):
+    result = heloco("train", *TINY, "--method", "async-nesterov", "--arrivals", "1", "--outer-lr", "7", "--out", tmp_path / "run")
+    assert result.code == 0
+    assert result.warnings == ["--outer-lr is 7, 100 times the default 0.07 of async-nesterov: the training may diverge."]
+
+
+@pytest.mark.parametrize("rates", [("--lr", "0.1"), ("--outer-lr", "6"), ("--lr", "0.0000001"), ("--outer-lr", "0")])
+def test_other_rates_are_not_warned_of(rates, tmp_path):
+    assert heloco("train", *TINY, "--arrivals", "1", *rates, "--out", tmp_path / "run").warnings == []
 
 
 # ---- eval
@@ -170,6 +210,20 @@ def test_eval_on_other_text_scores_that_text(tmp_path, unbroken, text):
         with torch.no_grad():
             loss = torch.nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).item()
         assert score["loss"] == pytest.approx(loss, abs=1e-6)
+
+
+def test_eval_takes_rows_whose_text_is_in_another_field(tmp_path, unbroken, text):
+    folder, rows = unbroken(), tmp_path / "rows"
+    rows.mkdir()
+    for path in text.iterdir():
+        documents = [document for document in path.read_text().split("\n\n") if document]
+        lines = [json.dumps({"body": document, "text": "not this"}) for document in documents]
+        (rows / f"{path.stem}.jsonl").write_text("\n".join(lines))
+    plain = heloco("eval", folder, "--data", text, "--json")
+    result = heloco("eval", folder, "--data", rows, "--field", "body", "--json")
+    assert (result.code, json.loads(result.out)) == (0, json.loads(plain.out))
+    assert_refused(tmp_path, "eval", folder, "--data", rows, "--field", "bdy", says="has no field 'bdy', only body, text")
+    assert_refused(tmp_path, "eval", folder, "--field", "body", says="give --data too, or leave --field out.")
 
 
 def test_eval_and_export_take_a_run_that_was_broken_off(tmp_path, nursery):
@@ -219,6 +273,22 @@ def test_export_writes_into_the_runs_folder_by_default_and_resume_goes_on(tmp_pa
 
 
 # ---- the command line itself
+
+
+def test_heloco_alone_lists_its_commands():
+    result = heloco()
+    assert (result.code, result.err, result.out) == (0, "", heloco("--help").out)
+    assert all(f"\n    {command} " in result.out for command in ("train", "serve", "join", "report", "study", "methods"))
+
+
+def test_a_finished_run_prints_the_command_that_shows_it(tmp_path):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    folder = tmp_path / "my run"
+    *_, command, last = heloco("train", *TINY, "--arrivals", "2", "--out", folder).out.splitlines()
+    assert last == f"The run's folder: {folder}"
+    words = shlex.split(command.removeprefix("To look at it: "))
+    assert words == ["heloco", "report", str(folder)]
+    assert heloco(*words[1:], cwd=tmp_path).code == 0 and (tmp_path / "report.html").exists()
 
 
 @pytest.mark.parametrize("command", [(), ("train",), ("resume",), ("eval",), ("export",), ("schedule",), ("methods",)])

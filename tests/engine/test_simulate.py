@@ -300,7 +300,7 @@ def test_a_run_whose_contributions_are_all_refused_stops_and_says_so():
     assert str(stopped.value) == (
         "3 contributions in a row were refused, the last (worker 0) because "
         "the pseudo-gradient has no finite norm. "
-        "The training diverges: lower --lr or --outer-lr, or clip with --clip."
+        "The training diverges: lower lr or outer_lr, or clip with clip."
     )
 
 
@@ -312,7 +312,7 @@ def test_a_run_whose_contributions_are_all_refused_stops_and_says_so():
         ({"method": "mla", "k_s": 1.0}, "mla has no knob 'k_s'; known: lr, momentum, lookahead."),
         ({"task": "image"}, "There is no task 'image' here; did you mean 'images'?"),
         ({"paces": [1, 2, 3, 4], "task": regression(), "assign": "fixed"},
-         "4 workers but only 3 shards: give as many shards as workers, fewer paces, or --assign flexible."),
+         '4 workers but only 3 shards: give as many shards as workers, fewer paces, or assign="flexible".'),
     ],
     ids=lambda value: "" if isinstance(value, str) else "+".join(value),
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import re
 import shlex
 from dataclasses import dataclass
@@ -174,7 +175,15 @@ def test_a_study_of_ones_own_runs(readme, tmp_path):
     assert grid(study, scale="paper", seeds=1)
     result = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
     assert result.code == 0, result.err
-    assert (tmp_path / "results-small" / "mine" / "index.html").exists()
+    folder = tmp_path / "results-small" / "mine"
+    assert (folder / "index.html").exists()
+    losses: dict[str, dict[str, str]] = {}
+    for record in json.loads((folder / "mine.json").read_text())["records"]:
+        losses.setdefault(record["row"], {})[record["method"]] = f"{record['loss']:.3f}"
+    assert list(losses) == list(study.rows)
+    for row in losses.values():
+        assert list(row) == list(study.methods) and len(set(row.values())) == len(row), "methods without a difference"
+        assert min(row, key=lambda method: float(row[method])) == "flexible"
 
 
 def test_commands_that_need_nothing_run(readme):

@@ -277,7 +277,7 @@ assert page_writer.render_report(page_data.page_data(runs)) and compare.tables_a
     assert not loads_torch(code)
 
 
-REPORT_FLOORS = [("wording", "table_data", "summary", "journal_summary"), ("run_reader",), ("charts",)]
+REPORT_FLOORS = [("wording", "table_data", "summary", "journal_summary"), ("run_reader",), ("run_groups",), ("charts",)]
 """Inside `report/`: charts are made from runs and know nothing of pages, terminals and servers."""
 
 

@@ -59,6 +59,19 @@ def test_a_run_that_ended_before_the_budget_is_named(folders):
     assert "Ended before the budget: fast, slow." in table.caption
 
 
+def test_the_caption_says_how_far_apart_the_evaluations_are(folders):
+    for budget, limit, unit in (("units", 200, "tokens"), ("time_s", 25, "s of virtual time")):
+        places = [last_within(folder, budget, limit)[budget] for folder in folders]
+        assert max(places) > min(places)
+        spread = max(places) - min(places)
+        expected = f"The evaluations are up to {spread:g} {unit} apart, {spread / limit:.1%} of the budget:"
+        assert expected in table_at(read_runs(folders), budget, limit).caption
+        option = "--at-tokens" if budget == "units" else "--at-time"
+        assert expected in heloco("compare", *folders, option, str(limit), "--format", "markdown").out
+    same = table_at(read_runs(folders[:1]), "units", 200).caption
+    assert f"All are of {last_within(folders[0], 'units', 200)['units']:g} tokens." in same and "apart" not in same
+
+
 def test_the_best_of_each_column_is_marked(folders):
     table = table_at(read_runs(folders), "units")
     for column, name in enumerate(table.header[3:], 3):

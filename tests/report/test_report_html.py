@@ -23,6 +23,7 @@ from heloco.report.charts.figures import METHOD_COLOURS
 from heloco.report.charts.sampling import thinned
 from heloco.report.page_data import charts_of, page_data
 from heloco.report.page_writer import as_json, render_report
+from heloco.report.run_groups import RunGroup
 from heloco.report.run_reader import Run, read_runs
 from support.runs import evals, heloco, tape, train
 
@@ -199,7 +200,7 @@ def test_any_number_of_workers_is_in_one_group_each():
 
 
 def test_runs_of_one_method_have_colours_of_their_own(runs):
-    looks = run_colours([*runs, *runs, *runs, *runs, *runs, *runs])
+    looks = run_colours([RunGroup(run.name, [run]) for run in (*runs, *runs, *runs, *runs, *runs, *runs)])
     assert [colour for colour, _ in looks[:2]] == [METHOD_COLOURS["heloco"], METHOD_COLOURS["mla"]]
     assert len(set(looks)) == len(looks) == 12
 

@@ -43,10 +43,17 @@ class Done:
 
     @property
     def sentence(self) -> str:
-        """The one sentence on stderr; beside it there may be only the bars of the tokenising."""
-        sentences = [line for line in self.err.splitlines() if line.strip() and not line.startswith("tokenising ")]
+        """The one sentence on stderr; beside it there may be only warnings and the bars of the tokenising."""
+        others = ("tokenising ", "heloco: warning: ")
+        sentences = [line for line in self.err.splitlines() if line.strip() and not line.startswith(others)]
         assert len(sentences) == 1 and sentences[0].startswith("heloco: "), self.err
         return sentences[0].removeprefix("heloco: ")
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings on stderr."""
+        starts = "heloco: warning: "
+        return [line.removeprefix(starts) for line in self.err.splitlines() if line.startswith(starts)]
 
 
 @contextlib.contextmanager

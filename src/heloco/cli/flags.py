@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 from heloco.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from heloco.run.config import Settings
+    from heloco.run.config import RunConfig, Settings
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,10 +86,10 @@ def add_config_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         if name in without:
             continue
         default = None if name in knobs else getattr(getattr(defaults, section), name)
-        suffix = "" if default in (None, [], "") else f" [{_format_default(default)}]"
+        suffix = "" if default in (None, [], "") else f" [{format_value(default)}]"
         is_choice = name in NAMED and name != "method"  # `heloco methods` lists those
         groups[section].add_argument(
-            f"--{name.replace('_', '-')}",
+            flag_of(name),
             dest=f"config.{name}",
             metavar="{" + ",".join(named_choices(name)) + "}" if is_choice else _metavar(types[name]),
             default=argparse.SUPPRESS,
@@ -104,10 +104,16 @@ def given_fields(arguments: argparse.Namespace) -> "Settings":
     return {key.removeprefix("config."): value for key, value in vars(arguments).items() if key.startswith("config.")}
 
 
-def _format_default(default: Any) -> str:
-    if isinstance(default, list):
-        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in default)
-    return str(default).lower() if isinstance(default, bool) else f"{default:g}" if isinstance(default, float) else str(default)
+def flag_of(setting: str) -> str:
+    """The flag of a setting of a run's config."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def format_value(value: Any) -> str:
+    """A setting's value as its flag takes it."""
+    if isinstance(value, list):
+        return ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _is_bool(hint: Any) -> bool:
@@ -124,6 +130,14 @@ def _metavar(hint: Any) -> str:
         return "X,X,…"
     names = {int: "N", float: "X", bool: "true|false", str: "TEXT"}
     return next((names[option] for option in (hint, *get_args(hint)) if option in names), "TEXT")
+
+
+def warn_of_rates(config: "RunConfig") -> None:
+    """Prints to stderr which learning rates are far above their defaults."""
+    from heloco.run.rates import rate_warnings
+
+    for warning in rate_warnings(config):
+        print(f"heloco: warning: {warning}", file=sys.stderr, flush=True)
 
 
 def fail(message: str) -> int:

@@ -14,11 +14,12 @@ import heloco
 from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, add_tokens_flags, evict, pause, tokens, unpause
 from heloco.cli.admin import stop as stop_run
 from heloco.cli.doctor import add_doctor_flags, doctor
-from heloco.cli.flags import Parser, add_config_flags, fail, given_fields
+from heloco.cli.flags import Parser, add_config_flags, fail, given_fields, warn_of_rates
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
 from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
+from heloco.cli.methods_command import add_methods_flags, methods
 from heloco.cli.plan_command import add_plan_flags, plan
-from heloco.cli.report_command import add_compare_flags, add_report_flags, compare, report
+from heloco.cli.report_command import add_compare_flags, add_report_flags, compare, report, report_command
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study_command import add_study_flags, study
 from heloco.cli.watch import add_watch_flags, watch
@@ -52,7 +53,8 @@ def run(words: list[str], *, is_program: bool = False) -> int:
 def parser() -> Parser:
     top = Parser(prog="heloco", description="Asynchronous low-communication training on unequal machines with unequal data.")
     top.add_argument("--version", action="version", version=f"heloco {heloco.__version__}")
-    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=Parser)
+    top.set_defaults(command=list_commands, parser=top)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], add_flags: Callable[[Parser], None], about: str) -> None:
         parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False, add_flags=add_flags)
@@ -85,6 +87,12 @@ def parser() -> Parser:
     return top
 
 
+def list_commands(arguments: argparse.Namespace) -> int:
+    """What `heloco` alone does."""
+    arguments.parser.print_help()
+    return 0
+
+
 def add_train_flags(parser: Parser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file; flags override it")
     parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper (the paper's setting) or plain [best]")
@@ -103,6 +111,7 @@ def add_resume_flags(parser: Parser) -> None:
 def add_eval_flags(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN")
     parser.add_argument("--data", metavar="DIR", help="a folder of text, builtin, or hf:DATASET [the run's]")
+    parser.add_argument("--field", metavar="TEXT", help="the field or column of that data that holds the text [the run's]")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -124,10 +133,6 @@ def add_schedule_flags(parser: Parser) -> None:
     parser.add_argument("--steps", metavar="{constant,dylu}", help="H for all, or DyLU [the recipe's]")
     parser.add_argument("--grace", metavar="X", help="grace period, a share of the fastest worker's round [the recipe's]")
     parser.add_argument("--events", action="store_true", help="list every arrival")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_methods_flags(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -158,6 +163,7 @@ def train(arguments: argparse.Namespace) -> int:
     is_real = arguments.engine == "ray"
     values = with_recipe(arguments.recipe, settings, is_real=is_real)
     config = resolve(with_fields(RunConfig(), with_seats(values, 0) if is_real else values))
+    warn_of_rates(config)
     if arguments.out:
         RunFolder.check_free(arguments.out)
     if is_real:
@@ -210,8 +216,9 @@ def resume(arguments: argparse.Namespace) -> int:
     return carry_out(local, folder, logs)
 
 
-def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None) -> Any:
-    """The task of a run, with its text from `data` if that is given: from the run's own languages, or from `languages`."""
+def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | None = None, field: str | None = None) -> Any:
+    """The task of a run, with its text from `data` if that is given: from the run's own languages, or from `languages`.
+    `field`: where the rows of this data hold the text, if not where the run's do."""
     from dataclasses import replace
 
     from heloco.engine.build import build_task
@@ -221,6 +228,8 @@ def rebuild_task(config: "RunConfig", data: str | None, languages: list[str] | N
             raise UserError("The run's images are drawn by code: leave --data out.")
         chosen_languages = config.input.languages if languages is None else languages
         config = replace(config, input=replace(config.input, data=data, languages=chosen_languages))
+    if field is not None:
+        config = replace(config, input=replace(config.input, field=field))
     with show_preparation() as progress:
         return build_task(config, progress)[0]
 
@@ -260,6 +269,7 @@ def carry_out(local: "LocalRun", folder: "RunFolder", logs: list[str]) -> int:
         folder.close()
     for table in tables(summary):
         console.print(table)
+    print(f"To look at it: {report_command(folder.path)}")
     print(f"The run's folder: {folder.path}")  # not through the console, which would break a long path over lines
     return 0
 
@@ -285,7 +295,9 @@ def evaluate(arguments: argparse.Namespace) -> int:
     folder = RunFolder.open(arguments.folder)
     config = folder.config(for_task=True)
     state, tensors = folder.load_model()
-    task = rebuild_task(config, arguments.data, languages=[])
+    if arguments.field is not None and arguments.data is None:
+        raise UserError("--field says where other data holds its text: give --data too, or leave --field out.")
+    task = rebuild_task(config, arguments.data, languages=[], field=arguments.field)
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
     mean = finite_measures(mean_scores(scores))
     per_source = {name: finite_measures(measures) for name, measures in scores.items()}
@@ -347,35 +359,4 @@ def schedule(arguments: argparse.Namespace) -> int:
     for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
     Console().print(schedule_table(time_s, shares, rounds.paces))
-    return 0
-
-
-WHAT_TO_USE = """What to use
-    If data may move between machines: the default, heloco-adaptive with --assign flexible.
-    If a shard must stay on its machine: the same with --assign fixed.
-    For the paper's setting: --recipe paper, with any --method. results/README.md compares them."""
-
-
-def methods(arguments: argparse.Namespace) -> int:
-    from heloco.methods import METHODS
-    from heloco.run.settings import NAMED
-
-    for problem in (problem for registry in NAMED.values() for problem in registry.problems()):
-        print(f"heloco: {problem}", file=sys.stderr)
-    descriptions: list[dict[str, Any]] = [
-        {
-            "name": m.name, "about": m.about, "equation": m.equation, "rule": m.rule.__name__,
-            "weight": m.weight, "flexible_weight": m.weight_for("flexible"), "barrier": m.barrier, "knobs": m.knobs(),
-        }
-        for m in METHODS.values()
-    ]  # fmt: skip
-    if arguments.json:
-        print(json.dumps(descriptions, indent=1, ensure_ascii=False))
-        return 0
-    for method in descriptions:
-        knobs = ", ".join(f"{name}={value}" for name, value in method["knobs"].items() if value is not None)
-        print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
-        weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
-        print(f"    ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}\n")
-    print(WHAT_TO_USE)
     return 0

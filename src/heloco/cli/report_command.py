@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ FORMATS = ("table", "markdown", "csv")
 def add_report_flags(parser: Parser) -> None:
     parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="folders of runs of one task")
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("report.html"), help="[report.html]")
+
+
+def report_command(folder: Path) -> str:
+    """The command that makes the page of this run, to be pasted into a shell."""
+    return f"heloco report {shlex.quote(str(folder))}"
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -66,7 +72,7 @@ def compare(arguments: argparse.Namespace) -> int:
     elif arguments.format == "markdown":
         print("\n\n".join(map(as_markdown, tables)))
     else:
-        sys.stdout.write("\n".join(map(as_csv, tables)))
+        sys.stdout.write("\n".join(as_csv(table, split_spreads=True) for table in tables))
     return 0
 
 

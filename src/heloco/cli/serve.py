@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from heloco.cli.flags import Parser, add_config_flags, given_fields
+from heloco.cli.flags import Parser, add_config_flags, given_fields, warn_of_rates
+from heloco.cli.report_command import report_command
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def spec_for(arguments: argparse.Namespace, local: int, listen: "ListenConfig | 
     values = with_recipe("best", values, is_real=True)
     config = resolve(with_fields(RunConfig(), with_seats(values, seats or local)))
     check_servable(config)
+    warn_of_rates(config)
     if arguments.out and config.input.task != "external":  # that one checks the folder itself
         RunFolder.check_free(arguments.out)
     return spec_of(config, arguments.out or make_next(Path("runs"), config.outer.method), listen=listen)
@@ -297,6 +299,7 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
     if end.kind == "gave-up":
         raise UserError(f"The run has ended: {end.text}")
     if end.kind == "finished":
+        print(f"To look at it: {report_command(Path(spec.folder))}")
         print(f"The run's folder: {spec.folder}")
     return 0
 

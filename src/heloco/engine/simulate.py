@@ -1,23 +1,28 @@
 """`heloco.simulate`: a simulation in one call, from Python."""
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from heloco.engine.build import build_task
-from heloco.engine.local import Collector, LocalRun
+from heloco.engine.local import Collector, LocalRun, describe
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.tape import ArrivalRecord
-from heloco.run import RunConfig, resolve, with_fields
+from heloco.run import RunConfig, RunFolder, resolve, with_fields
+from heloco.run.argument_names import in_python, python_errors
 from heloco.run.config import FIELDS
+from heloco.run.rates import rate_warnings
 from heloco.run.settings import with_recipe
 from heloco.task import Task
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Result:
     """The outcome of `heloco.simulate`: the trained model, the records of the run, and its effective config."""
 
@@ -28,11 +33,21 @@ class Result:
     evals: list[EvaluationRecord]
     """One record per evaluation, as in evals.jsonl."""
     config: RunConfig
+    path: Path | None = None
+    """The run's folder, if one was written."""
 
     @property
     def loss(self) -> float | None:
         """Mean validation loss at the end, over what the task evaluates."""
         return self.evals[-1].mean.get("loss")
+
+    def __repr__(self) -> str:
+        last = self.evals[-1]
+        loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        folder = "" if self.path is None else f", in {self.path}"
+        return (
+            f"<heloco.Result: {self.config.outer.method}, {last.arrival:,} arrivals in {last.time_s:,g} virtual s{loss}{folder}>"
+        )
 
 
 def simulate(
@@ -41,22 +56,45 @@ def simulate(
     method: str | None = None,
     paces: Sequence[float] = (1, 1, 2, 3, 6),
     recipe: str = "best",
+    out: str | PathLike[str] | None = None,
     **settings: Any,
 ) -> Result:
     """Trains `task` (or the one the settings describe: "language", on the built-in languages by default, or "images") with
     unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …; where
-    nothing is said, the recipe `best` holds, as in `heloco train`. `recipe="paper"` is the paper's setting."""
+    nothing is said, the recipe `best` holds, as in `heloco train`. `recipe="paper"` is the paper's setting.
+
+    `out`: a folder to write, as `heloco train` does. `heloco report` and `compare` take it, and `heloco.load_run` reads it.
+    """
     if method is not None:
         settings["method"] = method
     if isinstance(task, str):
         settings["task"], task = task, None
-    for name in settings if task is not None else ():
-        if FIELDS.get(name) in ("input", "model"):
-            raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
-    config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
-    if task is None:
-        task, config = build_task(config)
+    with python_errors():
+        for name in settings if task is not None else ():
+            if FIELDS.get(name) in ("input", "model"):
+                raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
+        config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
+        for warning in rate_warnings(config):
+            warnings.warn(in_python(warning), stacklevel=2)
+        if out is not None:
+            RunFolder.check_free(Path(out))
+        if task is None:
+            task, config = build_task(config)
+        else:
+            config = replace(config, input=replace(config.input, task=type(task).__name__))
+        return _carry_out(task, config, None if out is None else Path(out))
+
+
+def _carry_out(task: Task, config: RunConfig, path: Path | None) -> Result:
     collector = Collector()
     run = LocalRun(task, config, observers=[collector])
-    run.run()  # its last evaluation leaves the buffers in the model
-    return Result(run.model, collector.tape, collector.evals, config)
+    if path is not None:
+        run.folder = RunFolder.create(path, config, describe(task, config, run.model))
+    try:
+        if run.folder is not None:
+            run.folder.start_writing()
+        run.run()  # its last evaluation leaves the buffers in the model
+    finally:
+        if run.folder is not None:
+            run.folder.close()
+    return Result(run.model, collector.tape, collector.evals, config, path)

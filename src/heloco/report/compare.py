@@ -1,12 +1,13 @@
 """Runs side by side at the same budget: of tokens, and of time, virtual or real."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
-from heloco.report.charts.curves import measures_of, time_label
-from heloco.report.overview import marked
+from heloco.report.charts.curves import measures_of, score_of, time_label
+from heloco.report.overview import NOISE, marked, span_in_words
+from heloco.report.run_groups import group_runs, has_seeds
 from heloco.report.run_reader import Run
 from heloco.report.table_data import Cell, TableData
 from heloco.report.wording import MEASURES
@@ -28,28 +29,53 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
 
 
 def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) -> TableData:
-    """Each run by its last evaluation within the budget: nothing is interpolated."""
+    """Each run by its last evaluation within the budget. Nothing is interpolated, and the caption says how far the evaluations
+    are apart."""
     reached = [getattr(run.evals[-1], budget) for run in runs]
     limit = min(reached) if limit is None else limit
     unit = runs[0].facts.unit if budget == "units" else f"s of {time_label(runs).removesuffix(' (s)')}"
-    records = [_last_within(run, budget, limit) for run in runs]
-    measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records)]
-    sources = list(dict.fromkeys(source for record in records for source in record.scores))
-    header = ["run", "arrival", "at" if budget == "time_s" else unit]
-    columns = [[Cell(run.name) for run in runs], [Cell(f"{record.arrival:,}") for record in records]]
-    columns.append([Cell(f"{record.time_s:,.6g} s" if budget == "time_s" else f"{record.units:,}") for record in records])
+    groups = group_runs(runs)
+    records = {run.path: _last_within(run, budget, limit) for run in runs}
+    rows = [[records[run.path] for run in group.runs] for group in groups]
+    measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records.values())]
+    sources = list(dict.fromkeys(source for record in records.values() for source in record.scores))
+    header = ["run", *(["seeds"] if has_seeds(groups) else []), "arrival", "at" if budget == "time_s" else unit]
+    columns = [[Cell(group.name) for group in groups]]
+    columns += [[Cell(str(len(group.runs))) for group in groups]] if has_seeds(groups) else []
+    columns.append([Cell(span_in_words([record.arrival for record in row])) for row in rows])
+    if budget == "time_s":
+        columns.append([Cell(f"{span_in_words([float(f'{record.time_s:.6g}') for record in row])} s") for row in rows])
+    else:
+        columns.append([Cell(span_in_words([record.units for record in row])) for row in rows])
+
+    def add(name: str, measure: str, value: Callable[[EvaluationRecord], float | None]) -> None:
+        header.append(name)
+        values = [dict(zip(group.seeds, map(value, row), strict=True)) for group, row in zip(groups, rows, strict=True)]
+        columns.append(marked(values, measure))
+
     for measure in measures:
-        header.append(MEASURES.get(measure, measure))
-        columns.append(marked([record.mean.get(measure) for record in records], measure))
+        add(MEASURES.get(measure, measure), measure, score_of(measure))
     for source in sources if "loss" in measures else ():
-        header.append(source)
-        columns.append(marked([record.scores.get(source, {}).get("loss") for record in records], "loss"))
-    caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. The best is marked."
+        add(source, "loss", score_of("loss", source))
+    caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. "
+    caption += NOISE if has_seeds(groups) else "The best is marked."
+    caption += _spread_in_words([getattr(record, budget) for record in records.values()], limit, unit)
     short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""
     if budget == "time_s" and len({run.facts.is_real for run in runs}) > 1:
         caption += " Virtual seconds are not real ones: what was simulated and what was not do not compare by time."
     return TableData(f"At {limit:,.10g} {unit}", header, [list(row) for row in zip(*columns, strict=True)], caption)
+
+
+def _spread_in_words(places: Sequence[float], limit: float, unit: str) -> str:
+    """How far apart the runs were evaluated: a run that was evaluated later has trained for longer."""
+    spread = max(places) - min(places)
+    if not spread:
+        return "" if max(places) == limit else f" All are of {max(places):,.6g} {unit}."
+    return (
+        f" The evaluations are up to {spread:,.6g} {unit} apart, {spread / limit:.1%} of the budget: a run that was evaluated "
+        "earlier has trained for less. A smaller --eval-every brings them closer."
+    )
 
 
 def _last_within(run: Run, budget: Budget, limit: float) -> EvaluationRecord:

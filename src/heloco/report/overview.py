@@ -1,40 +1,70 @@
 """The runs in words and tables: their results, where one was cut short, and how their settings differ."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from heloco.report.charts.curves import measures_of, time_label
+from heloco.report.run_groups import (
+    RunGroup,
+    SeedValues,
+    finite_numbers,
+    group_runs,
+    has_seeds,
+    is_beyond_noise,
+    seed_mean,
+    seed_of,
+)
 from heloco.report.run_reader import Run
 from heloco.report.table_data import Cell, TableData
 from heloco.report.wording import MEASURES, duration, number
 
+NOISE = (
+    "Mean ± sample standard deviation over seeds. The best is marked only if it differs from every other by more than the "
+    "standard deviation of their difference, which is taken seed by seed where the seeds are the same."
+)
 LESS_IS_BETTER = {"accuracy": False}
 """Whether less is better, for each measure that is not like a loss. Less is better for all others."""
 
 
 def runs_table(runs: Sequence[Run]) -> TableData:
-    """Where each run stands; the best of each measure is marked if there are others."""
-    measures = measures_of(runs)
+    """Where each run stands; the best of each measure is marked if there are others. Seeds are one row."""
+    measures, groups = measures_of(runs), group_runs(runs)
     time = time_label(runs).removesuffix(" (s)")
     header = ["run", "method", "paces (s)", "arrivals", time, runs[0].facts.unit, "mean staleness"]
-    rows = []
-    for run in runs:
-        s, goal = run.summary, f" of {run.planned:,}" if run.planned != run.summary.arrivals else ""
-        stale = sum(worker.staleness_sum for worker in s.workers) / s.arrivals if s.arrivals else None
-        facts = [run.name, run.method, _paces(run), f"{s.arrivals:,}{goal}", duration(s.time_s)]
-        rows.append([Cell(text) for text in (*facts, f"{s.units:,}", number(stale, 2))])
+    rows = [_facts_row(group) for group in groups]
+    if has_seeds(groups):
+        header.insert(1, "seeds")
+        for group, row in zip(groups, rows, strict=True):
+            row.insert(1, Cell(str(len(group.runs)), ", ".join(map(str, group.seeds))))
     for measure in measures:
-        last = [run.evals[-1].mean.get(measure) if run.evals else None for run in runs]
+        last = [{seed_of(run): run.evals[-1].mean.get(measure) if run.evals else None for run in group.runs} for group in groups]
         for row, cell in zip(rows, marked(last, measure), strict=True):
             row.append(cell)
     caption = ["Scores are those of the last evaluation."] if measures else []
+    caption += [NOISE] if has_seeds(groups) else []
     if any(run.facts.is_real for run in runs):
         caption.append(
             "Paces of real machines are measured: seconds per inner step from handing out to arrival, transfers included. Real "
             "time is the run's own, which stands still while its synchronizer is down."
         )
     return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, " ".join(caption))
+
+
+def _facts_row(group: RunGroup) -> list[Cell]:
+    summaries = [run.summary for run in group.runs]
+    planned = group.runs[0].planned
+    arrivals = span_in_words([s.arrivals for s in summaries])
+    goal = f" of {planned:,}" if any(s.arrivals != planned for s in summaries) else ""
+    stale = [sum(worker.staleness_sum for worker in s.workers) / s.arrivals for s in summaries if s.arrivals]
+    facts = [group.name, group.method, _paces(group.runs[0]), f"{arrivals}{goal}", duration(max(s.time_s for s in summaries))]
+    staleness = number(seed_mean(stale).mean, 2)
+    return [Cell(text) for text in (*facts, span_in_words([s.units for s in summaries]), staleness)]
+
+
+def span_in_words(values: Sequence[float]) -> str:
+    """The number that all have, or the least and the greatest."""
+    low, high = min(values), max(values)
+    return f"{low:,.10g}" if low == high else f"{low:,.10g}–{high:,.10g}"
 
 
 def _paces(run: Run) -> str:
@@ -44,13 +74,29 @@ def _paces(run: Run) -> str:
     return paces_in_words([float(f"{pace:.2g}") for pace in measured]) if measured else "–"
 
 
-def marked(values: Sequence[float | None], measure: str, digits: int = 3) -> list[Cell]:
-    """The cells of a measure of several runs. The best and all that look like it are marked, unless all look the same."""
-    texts = [number(value, digits) for value in values]
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    differ = len({number(value, digits) for value in finite}) > 1
-    best = number((min if LESS_IS_BETTER.get(measure, True) else max)(finite), digits) if differ else None
-    return [Cell(text, tone="best" if text == best else "") for text in texts]
+def marked(groups: Sequence[SeedValues], measure: str, digits: int = 3) -> list[Cell]:
+    """The cells of a measure of several groups of runs: a mean, with its spread where there are seeds. The best is marked.
+
+    Where there are no seeds, all that look like the best are marked, unless all look the same. Where there are, the best is
+    marked if it differs from every other by more than noise."""
+    means = [seed_mean(list(values.values())) for values in groups]
+    texts = [number(each.mean, digits) + ("" if each.spread is None else f" ± {each.spread:.{digits}f}") for each in means]
+    indices = [i for i, each in enumerate(means) if each.mean is not None]
+    sign = 1 if LESS_IS_BETTER.get(measure, True) else -1
+    best = min(indices, key=lambda i: sign * (means[i].mean or 0.0), default=None)
+    if any(len(values) > 1 for values in groups):
+        usual_spread = max((each.spread for each in means if each.spread is not None), default=0.0)
+        others = [groups[i] for i in indices if i != best]
+        is_clear = bool(others) and all(is_beyond_noise(groups[best or 0], other, usual_spread) for other in others)
+        best_texts = {texts[best]} if best is not None and is_clear else set()
+    else:
+        best_texts = {texts[best]} if best is not None and len({texts[i] for i in indices}) > 1 else set()
+    cells = []
+    for values, text in zip(groups, texts, strict=True):
+        count = len(finite_numbers(list(values.values())))
+        partial = f" ({count} of {len(values)} seeds)" if 0 < count < len(values) else ""
+        cells.append(Cell(text + partial, tone="best" if text in best_texts else ""))
+    return cells
 
 
 def paces_in_words(paces: Sequence[float], limit: int = 8) -> str:
@@ -60,18 +106,22 @@ def paces_in_words(paces: Sequence[float], limit: int = 8) -> str:
 
 def settings_table(runs: Sequence[Run]) -> TableData:
     """The settings in which the runs differ; of a single run all of them."""
+    groups = group_runs(runs)
     columns = [{f"{section}.{name}": v for section, entries in run.config.items() for name, v in entries.items()} for run in runs]
     names = list(dict.fromkeys(name for settings in columns for name in settings))
     names_that_differ = [name for name in names if any(settings.get(name) != columns[0].get(name) for settings in columns)]
-    rows = [
-        [Cell(name), *(Cell(_setting_text(settings.get(name))) for settings in columns)]
-        for name in (names if len(runs) == 1 else names_that_differ)
-    ]
+    settings_of_run = dict(zip((run.path for run in runs), columns, strict=True))
+
+    def cell(name: str, group: RunGroup) -> Cell:
+        texts = [_setting_text(settings_of_run[run.path].get(name)) for run in group.runs]
+        return Cell(", ".join(texts if len(set(texts)) > 1 else texts[:1]))
+
+    rows = [[Cell(name), *(cell(name, group) for group in groups)] for name in (names if len(runs) == 1 else names_that_differ)]
     if len(runs) == 1:
         return TableData("Settings", ["setting", runs[0].name], rows)
     shared_count = len(names) - len(names_that_differ)
     caption = f"The other {shared_count} settings are the same in all runs. –: the setting is not of that method."
-    return TableData("Settings that differ", ["setting", *(run.name for run in runs)], rows, caption)
+    return TableData("Settings that differ", ["setting", *(group.name for group in groups)], rows, caption)
 
 
 def _setting_text(value: Any) -> str:

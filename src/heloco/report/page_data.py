@@ -12,6 +12,7 @@ from heloco.report.charts.chart import Bars, Chart, Content, Heat, Spans, View, 
 from heloco.report.charts.figures import Figure, Panel, describe_figure, y_ranges
 from heloco.report.machine_tables import machine_tables
 from heloco.report.page_writer import render_report
+from heloco.report.run_groups import group_runs
 from heloco.report.run_reader import Run
 
 
@@ -36,13 +37,13 @@ def render_runs(runs: Sequence[Run]) -> str:
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     """All that the page shows, as JSON can say it."""
-    looks = run_colours(runs)
+    groups = group_runs(runs)
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     return {
         "title": f"HeLoCo: {title}",
         "notes": overview.notes(runs),
-        "runs": [{"name": run.name, "method": run.method, "colour": colour, "dashed": dashed}
-                 for run, (colour, dashed) in zip(runs, looks, strict=True)],
+        "runs": [{"name": group.name, "method": group.method, "colour": colour, "dashed": dashed}
+                 for group, (colour, dashed) in zip(groups, run_colours(groups), strict=True)],
         "tables": [asdict(table) for table in (overview.runs_table(runs), *machine_tables(runs), overview.settings_table(runs))],
         "charts": [_chart(chart) for chart in charts_of(runs)],
     }  # fmt: skip
@@ -70,7 +71,8 @@ def _content(content: Content) -> tuple[str, dict[str, Any]]:
 
 
 def _panel(panel: Panel, low: float, high: float) -> dict[str, Any]:
-    lines = [_short({"label": line.kind[0], "x": list(line.x), "y": list(line.y), "colour": line.colour, "dashed": line.dashed})
+    lines = [_short({"label": line.kind[0], "x": list(line.x), "y": list(line.y), "colour": line.colour, "dashed": line.dashed}
+                    | ({} if line.spread is None else {"spread": list(line.spread)}))
              for line in panel.lines]  # fmt: skip
     has_values = any(line.last() is not None for line in panel.lines)
     return {"title": panel.title, "x_label": panel.x_label, "y_label": panel.y_label,

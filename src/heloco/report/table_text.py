@@ -13,6 +13,7 @@ from heloco.report.table_data import Cell, TableData
 
 WIDE = 170
 """The width if the output is no terminal: tables are then not broken because there is too little room."""
+SPREAD = " ± "
 STYLES = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "": ""}
 
 
@@ -51,12 +52,25 @@ def as_markdown(table: TableData) -> str:
     return "\n".join([f"## {table.title}", "", *lines, *(["", table.caption] if table.caption else [])])
 
 
-def as_csv(table: TableData) -> str:
-    """The table as CSV. If a column has notes, they are in a column of their own after it."""
+def as_csv(table: TableData, *, split_spreads: bool = False) -> str:
+    """The table as CSV. If a column has notes, they are in a column of their own after it. `split_spreads`: so is the spread of
+    "6.54 ± 0.02"."""
     has_notes = [any(row[i].note for row in table.rows) for i in range(len(table.header))]
+    has_spreads = [split_spreads and any(SPREAD in row[i].text for row in table.rows) for i in range(len(table.header))]
+
+    def parts(text: str, note: str, i: int) -> list[str]:
+        value, _, spread = text.partition(SPREAD) if has_spreads[i] else (text, "", "")
+        return [value, *([spread] if has_spreads[i] else []), *([note] if has_notes[i] else [])]
+
     file = io.StringIO()
     out = csv.writer(file, lineterminator="\n")
-    out.writerow([x for name, n in zip(table.header, has_notes, strict=True) for x in ([name, f"{name}, note"] if n else [name])])
+    out.writerow(
+        [
+            x
+            for i, name in enumerate(table.header)
+            for x in parts(f"{name}{SPREAD}{name}, ±" if has_spreads[i] else name, f"{name}, note", i)
+        ]
+    )
     for row in table.rows:
-        out.writerow([x for cell, n in zip(row, has_notes, strict=True) for x in ([cell.text, cell.note] if n else [cell.text])])
+        out.writerow([x for i, cell in enumerate(row) for x in parts(cell.text, cell.note, i)])
     return file.getvalue()

@@ -291,14 +291,17 @@ def resolve(config: RunConfig) -> RunConfig:
         length = max(1, settings.arrivals * rounds.inner_steps // len(rounds.paces))
         inner = replace(inner, schedule_steps=length)
     if not inner.lr:
-        inner = replace(inner, lr=_learning_rate(inner.inner_optimizer, model.width))
+        inner = replace(inner, lr=default_learning_rate(inner.inner_optimizer, model.width))
     return replace(config, rounds=rounds, outer=outer, inner=inner, model=model)
 
 
-def _learning_rate(optimizer: str, width: int) -> float:
-    """In proportion to 1/√width for models wider than the one it was chosen for. At widths of 512 and 768 that was better or as
-    good as 1/width, and better than no change (docs/log.md)."""
-    if not width:
+def default_learning_rate(optimizer: str, width: int) -> float:
+    """The inner learning rate where none is given; `width` is the model's, or 0 if it is not known.
+
+    In proportion to 1/√width for models wider than the one it was chosen for. At widths of 512 and 768 that was better or as
+    good as 1/width, and better than no change (docs/log.md).
+    """
+    if width <= 0:  # a negative one is refused where the model is built
         return LEARNING_RATE_ANYWHERE
     return float(f"{LEARNING_RATES[optimizer] * min(1.0, math.sqrt(LEARNING_RATE_WIDTH / width)):.3g}")
 

@@ -4,7 +4,7 @@
     first_seed       the first of its seeds [0]; the settings of a study that confirms something were chosen on seeds before it
     like             another study, whose settings, small scale, rows, methods and paper this one takes where it has none itself
     [settings]       fields of a run's config, over the recipe `paper`
-    [small]          fields of a run's config at `--scale small`, over the settings
+    [small]          fields of a run's config at `--scale small`, over the settings; [that of table1]
     [rows]           NAME = { fields …, small = { fields … }, methods = [names it is paired with; all where left out],
                      seeds = how many it has unless `--seeds` is given [3] }
     [methods]        NAME = { fields …, small = { fields … }, rows = [names it is paired with] }; `method` is NAME where left out
@@ -30,6 +30,13 @@ Scale = Literal["paper", "small"]
 SCALES: tuple[str, ...] = get_args(Scale)
 Axis = Literal["rows", "methods", "sources"]
 SEEDS = 3
+SMALL_RUN: Settings = {"inner_steps": 4, "arrivals": 80, "batch_size": 4, "eval_every": 8}
+SMALL_MODEL: Settings = {
+    "preset": "1m", "tokenizer": "bytes", "width": 32, "layers": 1, "heads": 2, "context": 32, "lr": 3e-3, "lr_min": 1e-5,
+    "eval_windows": 8,
+}  # fmt: skip
+"""With `SMALL_RUN`, the small scale of a study that is not `like` another: a second per run on two CPU cores. Tasks and models
+of other kinds have no such settings, and only their runs are made short."""
 PAPERS_NAME = {"heloco-ramp": "heloco"}
 """The paper has one HeLoCo: its numbers stand next to both variants."""
 
@@ -161,7 +168,7 @@ def _study(name: str, text: str, where: str) -> Study:
         document.get("title", name),
         document.get("about", ""),
         {**(base.settings if base else {}), **document.get("settings", {})},
-        {**(base.small if base else {}), **document.get("small", {})},
+        {**(base.small if base else _default_small(document.get("settings", {}))), **document.get("small", {})},
         _parts(document["rows"], "methods", where) if "rows" in document else base.rows if base else {},
         _parts(document["methods"], "rows", where) if "methods" in document else base.methods if base else {},
         document.get("paper", base.paper if base else {}),
@@ -171,6 +178,11 @@ def _study(name: str, text: str, where: str) -> Study:
     )
     _check_names(study, where)
     return study
+
+
+def _default_small(settings: Settings) -> Settings:
+    is_tiny_gpt = settings.get("task", "language") == "language" and not settings.get("hf")
+    return {**(SMALL_MODEL if is_tiny_gpt else {}), **SMALL_RUN}
 
 
 def _parts(entries: dict[str, Any], partners: str, where: str) -> dict[str, GridPart]:

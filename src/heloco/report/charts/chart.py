@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from heloco.report.charts.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values
-from heloco.report.run_reader import Run
+from heloco.report.run_groups import RunGroup
 
 WORKER_COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
@@ -97,11 +97,12 @@ class Chart:
     """As wide as the page, where it would stand next to another."""
 
 
-def run_colours(runs: Sequence[Run]) -> list[tuple[str, bool]]:
-    """(colour, dashed) of each run: the first of a method has the method's colour, others what is left; then dashes begin."""
+def run_colours(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
+    """(colour, dashed) of each group of runs: the first of a method has the method's colour, others what is left; then dashes
+    begin."""
     free, looks = list(OTHER_COLOURS), list[tuple[str, bool]]()
-    for i, run in enumerate(runs):
-        colour = METHOD_COLOURS.get(run.method)
+    for i, group in enumerate(groups):
+        colour = METHOD_COLOURS.get(group.method)
         if colour is None or any(colour == used for used, _ in looks):
             colour = free.pop(0) if free else None
         looks.append((colour, False) if colour else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))

@@ -2,16 +2,20 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 from heloco.records.evaluations import EvaluationRecord
 from heloco.report.charts.chart import Chart, View, run_colours
 from heloco.report.charts.figures import Figure, Line, Panel, caption_of
 from heloco.report.charts.sampling import budget, note, thinned
+from heloco.report.run_groups import RunGroup, group_runs, has_seeds, seed_mean
 from heloco.report.run_reader import Run
 from heloco.report.wording import MEASURES
 
 STEPS = "outer step"
 Position = Callable[[EvaluationRecord], float]
+Point = tuple[int, float, float]
+"""What is the same in all seeds, such as the arrival; x; y."""
 NOTHING_EVALUATED = (
     "Nothing is evaluated in such a run: the data is with the machines, and the synchronizer has none. How it gets on is the "
     "training loss that the machines report."
@@ -23,9 +27,40 @@ def figure_view(label: str, figure: Figure, longest: int, limit: int) -> View:
     return View(label, figure, [caption_of(figure), *note(longest, limit)])
 
 
-def line_of(label: str, x: Sequence[float], y: Sequence[float], look: tuple[str, bool], limit: int) -> Line:
+def line_of(
+    label: str,
+    x: Sequence[float],
+    y: Sequence[float],
+    look: tuple[str, bool],
+    limit: int,
+    spread: Sequence[float | None] | None = None,
+) -> Line:
     places = thinned(y, limit)
-    return Line(label, [x[i] for i in places], [y[i] for i in places], colour=look[0], dashed=look[1])
+    band = None if spread is None else [spread[i] for i in places]
+    return Line(label, [x[i] for i in places], [y[i] for i in places], band, colour=look[0], dashed=look[1])
+
+
+def group_line(group: RunGroup, points: Sequence[Sequence[Point]], look: tuple[str, bool], limit: int) -> Line:
+    """The line of a run, or of the mean over seeds with a band of a standard deviation. `points`: those of each run."""
+    if len(group.runs) == 1:
+        [run_points] = points
+        return line_of(group.name, [x for _, x, _ in run_points], [y for _, _, y in run_points], look, limit)
+    places: dict[int, list[tuple[float, float]]] = {}
+    for run_points in points:
+        for place, x, y in run_points:
+            places.setdefault(place, []).append((x, y))
+    rows = [places[place] for place in sorted(places)]
+    means = [seed_mean([y for _, y in row]) for row in rows]
+    y_means = [math.nan if each.mean is None else each.mean for each in means]
+    return line_of(group.name, [fmean(x for x, _ in row) for row in rows], y_means, look, limit, [each.spread for each in means])
+
+
+def seeds_in_words(groups: Sequence[RunGroup]) -> str:
+    """The sentence under a chart or table that takes seeds together; empty if none does."""
+    if not has_seeds(groups):
+        return ""
+    counts = ", ".join(f"{group.name} {len(group.runs)}" for group in groups if len(group.runs) > 1)
+    return f"Runs that differ in the seed alone are one line, with a band of one standard deviation (seeds: {counts})."
 
 
 def time_label(runs: Sequence[Run]) -> str:
@@ -55,10 +90,11 @@ def scores(runs: Sequence[Run]) -> Chart:
     for measure in measures_of(runs):
         panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*x, runs[0].facts.unit)]
         for panel, position in zip(panels, (*x.values(), lambda record: record.units), strict=True):
-            panel.lines = _lines(runs, position, _score(measure))
+            panel.lines = _lines(runs, position, score_of(measure))
         longest = max(len(run.evals) for run in runs)
         views.append(figure_view(MEASURES.get(measure, measure), Figure("scores", "", "", panels, 3), longest, budget(len(runs))))
     about = "Mean over the sources at each evaluation. Runs of unequal paces are best compared over time."
+    about = f"{about} {seeds_in_words(group_runs(runs))}".strip()
     return Chart("scores", "Validation", about, views, "view")
 
 
@@ -68,14 +104,14 @@ def sources(runs: Sequence[Run]) -> Chart | None:
     views = []
     for measure in measures_of(runs):
         for x_label, x in axes_of(runs).items():
-            panels = [Panel(name, _lines(runs, x, _score(measure, name)), x_label, y_label(measure, runs)) for name in names]
+            panels = [Panel(name, _lines(runs, x, score_of(measure, name)), x_label, y_label(measure, runs)) for name in names]
             figure = Figure("sources", "", "", panels, 3)
             label = f"{MEASURES.get(measure, measure)} over {x_label}"
             views.append(figure_view(label, figure, max(len(run.evals) for run in runs), budget(len(runs))))
     return Chart("sources", "Validation per source", "One panel per source, all on one scale.", views, "view") if views else None
 
 
-def _score(measure: str, source: str | None = None) -> Callable[[EvaluationRecord], float | None]:
+def score_of(measure: str, source: str | None = None) -> Callable[[EvaluationRecord], float | None]:
     """Returns a function that picks the measure of one source, or the mean over sources, from an evaluation."""
 
     def score(record: EvaluationRecord) -> float | None:
@@ -87,23 +123,25 @@ def _score(measure: str, source: str | None = None) -> Callable[[EvaluationRecor
 def _lines(
     runs: Sequence[Run], x: Callable[[EvaluationRecord], float], y: Callable[[EvaluationRecord], float | None]
 ) -> list[Line]:
-    lines = []
-    for run, look in zip(runs, run_colours(runs), strict=True):
-        values = [math.nan if (value := y(record)) is None else value for record in run.evals]
-        lines.append(line_of(run.name, [x(record) for record in run.evals], values, look, budget(len(runs))))
-    return lines
+    def point(record: EvaluationRecord) -> Point:
+        return record.arrival, x(record), math.nan if (value := y(record)) is None else value
+
+    groups = group_runs(runs)
+    return [
+        group_line(group, [[point(record) for record in run.evals] for run in group.runs], look, budget(len(runs)))
+        for group, look in zip(groups, run_colours(groups), strict=True)
+    ]
 
 
 def norms(runs: Sequence[Run]) -> Chart | None:
     """The chart of three norms over outer steps, each of all blocks together."""
     columns = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
-    limit, panels = budget(len(runs)), []
+    limit, panels, groups = budget(len(runs)), [], group_runs(runs)
     for title, name in columns.items():
-        lines = []
-        for run, look in zip(runs, run_colours(runs), strict=True):
-            places = [i for i, value in enumerate(getattr(run.tape, name)) if math.isfinite(value)]
-            x, y = [run.tape.outer_step[i] for i in places], [getattr(run.tape, name)[i] for i in places]
-            lines.append(line_of(run.name, x, y, look, limit))
+        lines = [
+            group_line(group, [_norm_points(run, name) for run in group.runs], look, limit)
+            for group, look in zip(groups, run_colours(groups), strict=True)
+        ]
         panels.append(Panel(title, lines, STEPS, f"norm of the {title}"))
     if not any(line.x for panel in panels for line in panel.lines):
         return None
@@ -112,18 +150,20 @@ def norms(runs: Sequence[Run]) -> Chart | None:
     return Chart("norms", "Norms", about, [view])
 
 
+def _norm_points(run: Run, name: str) -> list[Point]:
+    values, tape = getattr(run.tape, name), run.tape
+    return [(tape.arrival[i], tape.outer_step[i], value) for i, value in enumerate(values) if math.isfinite(value)]
+
+
 def traffic(runs: Sequence[Run]) -> Chart | None:
     """Tokens trained on and bytes moved, over time."""
     limit, unit, time = budget(len(runs)), runs[0].facts.unit, time_label(runs)
     panels = [Panel(unit, [], time, unit), Panel("megabytes moved", [], time, "MB")]
-    for run, look in zip(runs, run_colours(runs), strict=True):
-        units, megabytes, total = [0.0], [0.0], 0
-        for count, verdict in zip(run.tape.units, run.tape.verdict, strict=True):
-            total += count if verdict != "refused" else 0
-            units.append(total)
-            megabytes.append(megabytes[-1] + run.round_bytes / 1e6)
-        for panel, y in zip(panels, (units, megabytes), strict=True):
-            panel.lines.append(line_of(run.name, [0.0, *run.tape.time_s], y, look, limit))
+    groups = group_runs(runs)
+    for group, look in zip(groups, run_colours(groups), strict=True):
+        points = [_traffic_points(run) for run in group.runs]
+        for i, panel in enumerate(panels):
+            panel.lines.append(group_line(group, [run_points[i] for run_points in points], look, limit))
     if not any(len(run.tape) for run in runs):
         return None
     run = runs[0]
@@ -134,3 +174,14 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
     )
     view = figure_view("", Figure("traffic", "", "", panels, 2), max(len(run.tape) + 1 for run in runs), limit)
     return Chart("traffic", f"{unit.capitalize()} and bytes", about, [view], switches=())
+
+
+def _traffic_points(run: Run) -> tuple[list[Point], list[Point]]:
+    """What was trained on and what was moved until each arrival: units, and megabytes."""
+    units, megabytes, total = [(0, 0.0, 0.0)], [(0, 0.0, 0.0)], 0
+    rows = zip(run.tape.time_s, run.tape.units, run.tape.verdict, strict=True)
+    for i, (time_s, count, verdict) in enumerate(rows, start=1):
+        total += count if verdict != "refused" else 0
+        units.append((i, time_s, float(total)))
+        megabytes.append((i, time_s, megabytes[-1][2] + run.round_bytes / 1e6))
+    return units, megabytes

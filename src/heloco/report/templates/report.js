@@ -78,9 +78,17 @@
         const y = log ? line.y.map(v => v > 0 ? v : null) : line.y;
         if (smooth) traces.push({...group, y, type: "scatter", mode: "lines", line: {color: colour, width: 1}, opacity: .25,
           showlegend: false, hoverinfo: "skip", name: plain(line.label)});
-        traces.push({...group, y: smooth ? smoothed(y, smooth) : y, type: "scatter", name: plain(line.label),
+        const middle = smooth ? smoothed(y, smooth) : y;
+        /* The band of a mean over seeds: two lines without ink, the second filled down to the first. */
+        if (line.spread) for (const side of [-1, 1]) {
+          const edge = middle.map((v, j) => v === null ? null : v + side * (line.spread[j] ?? 0));
+          traces.push({...group, y: log ? edge.map(v => v > 0 ? v : null) : edge, type: "scatter", mode: "lines", line: {color: colour, width: 0},
+            ...(side > 0 ? {fill: "tonexty", fillcolor: `rgba(${parts(colour).join()},.18)`} : {}), showlegend: false, hoverinfo: "skip", name: plain(line.label)});
+        }
+        traces.push({...group, y: middle, type: "scatter", name: plain(line.label),
+          ...(line.spread ? {customdata: line.spread.map(v => v === null ? "" : ` ± ${v.toPrecision(2)}`)} : {}),
           mode: line.x.length > 80 ? "lines" : "lines+markers", showlegend: !named.has(line.label), marker: {size: 4.5, color: colour},
-          line: {color: colour, width: 1.8, dash: line.dashed ? "dash" : "solid"}, hovertemplate: "%{y:.5~g}"});
+          line: {color: colour, width: 1.8, dash: line.dashed ? "dash" : "solid"}, hovertemplate: line.spread ? "%{y:.5~g}%{customdata}" : "%{y:.5~g}"});
         named.add(line.label);
       }
     });
@@ -145,8 +153,12 @@
   /* ---- the numbers behind a chart */
   const common = (view, name, otherwise) => new Set(view.panels.map(panel => panel[name])).size === 1 ? view.panels[0][name] : otherwise;
   const ROWS = {
-    lines: view => [["panel", "line", common(view, "x_label", "x"), common(view, "y_label", "value")],
-      view.panels.flatMap(p => p.lines.flatMap(line => line.x.map((x, i) => [p.title || p.y_label, line.label, x, line.y[i]])))],
+    lines: view => {
+      const spread = view.panels.some(panel => panel.lines.some(line => line.spread));
+      return [["panel", "line", common(view, "x_label", "x"), common(view, "y_label", "value"), ...(spread ? ["±"] : [])],
+        view.panels.flatMap(p => p.lines.flatMap(line => line.x.map((x, i) =>
+          [p.title || p.y_label, line.label, x, line.y[i], ...(spread ? [line.spread ? line.spread[i] : null] : [])])))];
+    },
     bars: view => [[view.x_label || "worker", ...view.series.map(s => s.label)], view.categories.map((c, i) => [c, ...view.series.map(s => s.values[i])])],
     spans: view => [["worker", "start (s)", "arrival (s)", "rounds", "about"],
       view.row.map((r, i) => [view.rows[r], view.start[i], view.end[i], view.count[i], view.hover[i]])],
@@ -246,7 +258,7 @@
   /* ---- tables, notes, chips */
   const table = content => {
     const count = content.header.length;
-    const looks = text => /^[-+−]?[\d.,:]+(%| s)?( of [\d,]+)?$|^–$/.test(text) && !/, /.test(text);
+    const looks = text => /^[-+−]?[\d.,:]+(–[\d.,:]+)?( ± [\d.]+)?(%| s)?( of [\d,]+)?$|^–$/.test(text) && !/, /.test(text);
     const numeric = i => i > 0 && content.rows.length > 0 && content.rows.every(row => looks(row[i].text)) && count > 2;
     const cell = (c, i) => make(i ? "td" : "th", {className: [numeric(i) ? "number" : "", c.tone].filter(Boolean).join(" "), ...(i ? {} : {scope: "row"})},
       c.text, ...(c.tone === "best" ? [make("span", {title: "best", ariaLabel: "best"}, " ★")] : []), ...(c.note ? [make("small", {}, c.note)] : []));
