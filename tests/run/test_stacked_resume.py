@@ -2,7 +2,6 @@
 
 import json
 import signal
-from pathlib import Path
 
 import pytest
 

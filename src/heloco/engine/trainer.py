@@ -178,4 +178,4 @@ def step_flop(parts: Parts) -> int:
     model = copy.deepcopy(parts.model)  # a forward pass may move its buffers
     with torch.no_grad(), seeded(0, parts.device), FlopCounterMode(display=False) as counter:
         task.loss(model, to_device(task.batch(0, np.arange(options.batch_size)), parts.device))
-    return 3 * options.accumulate * counter.get_total_flops()
+    return 3 * options.accumulate * int(counter.get_total_flops())
