@@ -103,25 +103,25 @@ def run_of(task: Task, execution: str, **settings: Any) -> tuple[Collector, list
     return collector, list(run.model.state_dict().values())
 
 
-def assert_close(ours: Any, theirs: Any) -> None:
+def assert_close(ours: Any, theirs: Any, rel: float = 2e-4) -> None:
     """Equal, but for the last digits of floats. Muon has few: it computes in bfloat16."""
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys()
         for name in ours:
-            assert_close(ours[name], theirs[name])
+            assert_close(ours[name], theirs[name], rel)
     elif isinstance(ours, list | tuple):
         assert len(ours) == len(theirs)
         for mine, yours in zip(ours, theirs, strict=True):
-            assert_close(mine, yours)
+            assert_close(mine, yours, rel)
     elif isinstance(ours, float):
-        assert ours == pytest.approx(theirs, rel=2e-3, abs=1e-5)
+        assert ours == pytest.approx(theirs, rel=rel, abs=rel / 20)
     else:
         assert ours == theirs
 
 
-def assert_same_run(ours: tuple[Collector, list[Tensor]], theirs: tuple[Collector, list[Tensor]]) -> None:
-    assert_close(to_builtins(ours[0].tape), to_builtins(theirs[0].tape))
-    assert_close(to_builtins(ours[0].evals), to_builtins(theirs[0].evals))
+def assert_same_run(ours: tuple[Collector, list[Tensor]], theirs: tuple[Collector, list[Tensor]], rel: float = 2e-4) -> None:
+    assert_close(to_builtins(ours[0].tape), to_builtins(theirs[0].tape), rel)
+    assert_close(to_builtins(ours[0].evals), to_builtins(theirs[0].evals), rel)
     for mine, yours in zip(ours[1], theirs[1], strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-3, atol=1e-5)
 
@@ -159,7 +159,8 @@ def test_a_run_as_a_stack_has_the_tape_of_one_round_after_the_other(
 ) -> None:
     stacked = run_of(make(), "stacked", **settings)
     assert max(wave_sizes) > 1 and sum(wave_sizes) >= 14
-    assert_same_run(stacked, run_of(make(), "sequential", **settings))
+    rel = 2e-2 if "inner_optimizer" in settings else 2e-4
+    assert_same_run(stacked, run_of(make(), "sequential", **settings), rel)
 
 
 def test_the_same_stacks_give_the_same_bits() -> None:
