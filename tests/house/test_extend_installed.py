@@ -97,7 +97,7 @@ def test_heloco_train_finds_what_a_package_offers(trained):
 
 def test_the_commands_describe_it_and_say_what_cannot_be_used(installed):
     result = in_process("methods", path=installed)
-    assert "sign-ahead\n    Signed, and ahead." in result.out and "lookahead=True" in result.out
+    assert "sign-ahead\n    Signed, and ahead." in result.out and "--lookahead true" in result.out
     assert "The method 'broken' of own-rules 0.3 cannot be used: ModuleNotFoundError" in result.err
     assert "own-rules 0.3 offers the method 'mla', which is built in: it is not used." in result.err
     broken = in_process("train", *TINY, "--method", "broken", path=installed)

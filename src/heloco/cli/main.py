@@ -171,7 +171,7 @@ def train(arguments: argparse.Namespace) -> int:
     with show_preparation() as progress:
         task, config = build_task(config, progress)
     local = LocalRun(task, config)
-    facts = describe(task, config, local.model)  # before a folder is claimed
+    facts = describe(task, config, local.model, execution=local.execution)  # before a folder is claimed
     local.folder = RunFolder.create(arguments.out or make_next(Path("runs"), config.outer.method), config, facts)
     local.folder.start_writing()
     return carry_out(local, local.folder, logs)
@@ -208,7 +208,7 @@ def resume(arguments: argparse.Namespace) -> int:
         )
     if model_digest(task) != facts.model_digest:
         raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
-    local = LocalRun(task, config, folder=folder)
+    local = LocalRun(task, config, folder=folder, begun_as=facts.execution or "sequential")
     if start_point:
         local.load(*start_point)
     folder.start_writing(start_point[0].lines if start_point else NO_LINES)

@@ -149,6 +149,8 @@ def with_seats(values: "Settings", count: int) -> "Settings":
     """The values of a run on real machines, which have their own paces: only the number of workers is set.
 
     `count`: the number of workers if the config does not set it; 0: as many as in a simulation."""
+    if values.get("execution", "auto") != "auto":
+        raise UserError("execution is a setting of simulations, and real machines compute a round at a time: leave it out.")
     if "paces" in values:
         return values  # refused later unless all are 1
     from heloco.run import RunConfig

@@ -16,7 +16,6 @@ ended: otherwise the two kinds would take the device's memory from each other, a
 """
 
 import copy
-import os
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +28,8 @@ from torch import nn
 from heloco.engine.build import file_sizes
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, planned_arrivals
-from heloco.errors import RunStopped
+from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, rounded_products, run_bytes
+from heloco.errors import RunStopped, UserError
 from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
 from heloco.run import RunConfig
@@ -38,9 +38,7 @@ from heloco.task import Task
 from heloco.task.language import LanguageTask
 
 URGENT = 0.9  # of the time that is left
-WIDEST = {"cuda": 96, "cpu": 8}
 WAVES = {"cuda": 2, "cpu": 1}  # under way at a time
-SLICE_COPIES = 8  # of a model's parameters: what one slice of a stack takes at most, activations included
 SHARE_OF_RUNS = 0.5  # of the free memory; the stack takes what it needs of the rest
 
 
@@ -70,14 +68,8 @@ def run_fleet(
     planned_runs: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
     """Carries out all runs; `StopRequested` when `is_stopping()` turned true. Those that ended were handed to the watcher."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda" and before == "highest":
-        torch.set_float32_matmul_precision("high")  # TF32: the products' operands keep 11 bits, their sums float32
-    try:
-        with host_work_first(device):
-            Fleet(planned_runs, watcher, device, is_stopping).run()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with rounded_products(device), host_work_first(device):
+        Fleet(planned_runs, watcher, device, is_stopping).run()
 
 
 def host_work_first(device: torch.device) -> AbstractContextManager[Any]:
@@ -243,11 +235,7 @@ class Fleet:
         self.running.remove(member)
 
     def _run_bytes(self, member: _Member) -> int:
-        """What a run holds at most: parameters, momentum and a sum; for each worker what it started from and its result, and
-        where AdamW's two moments are kept, those before and mostly also those after the round."""
-        config = member.planned_run.config
-        models_per_worker = 5 if config.inner.keep_state else 2
-        return (3 + models_per_worker * len(config.rounds.paces)) * _bytes(self._model(member.planned_run.task))
+        return run_bytes(member.planned_run.config, self._model(member.planned_run.task))
 
     def _model(self, task: Task) -> nn.Module:
         """The task's initial model on the device: made once, then copied."""
@@ -265,7 +253,7 @@ class Fleet:
         longest = max(max(member.chains.values()) for member in members)
         steps = sum(member.steps_left for member in members)
         self._wanted_width = max(1, min(steps // (longest * self._waves), WIDEST.get(self.device.type, 8)))
-        slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * _bytes(self._model(task)))
+        slices = (1 - SHARE_OF_RUNS) * self._memory / max(1, SLICE_COPIES * model_bytes(self._model(task)))
         width = max(1, min(self._wanted_width, int(slices)))
         self._inner = None  # its memory first
         self._inner = StackedInner(task, device=self.device, width=width)
@@ -275,17 +263,9 @@ def make_member(order: int, planned_run: PlannedRun) -> _Member:
     """Works out the schedule of a run, without training. Raises UserError if a stack cannot honour its settings."""
     config = planned_run.config
     check_stackable(config.inner)
+    if config.run.execution == "sequential" or config.links.overlap:
+        name = "overlap" if config.links.overlap else "execution"
+        raise UserError(f"{name} is set, but a study computes the rounds of many runs as one stack of models: leave it out.")
     sizes = file_sizes(config, planned_run.task.build_model()) if config.links.takes_time else None
     events = list(planned_arrivals(config, sizes=sizes))
     return _Member(order, planned_run, chains(events), sum(arrival.inner_steps for _, arrival in events))
-
-
-def _bytes(model: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that runs of a fleet may take."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

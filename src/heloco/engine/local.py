@@ -1,17 +1,20 @@
-"""A run on this machine: the virtual clock drives the synchronizer, and each round is computed when its arrival is due."""
+"""A run on this machine: the virtual clock drives the synchronizer, and rounds are computed when an arrival waits for one."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 import heloco
 from heloco.engine.build import build_links, build_parts, model_digest, pick_device, plugins_of
 from heloco.engine.simulation import NS, ClockState, Simulation
+from heloco.engine.trainer import Execution, StackFailure, Trainer, choose_execution, make_trainer
 from heloco.errors import RunStopped, UserError
-from heloco.inner import SequentialInner
 from heloco.inner.second_moment import SharedMoment
 from heloco.outer.kernels import name_for
 from heloco.records.evaluations import EvaluationRecord
@@ -55,15 +58,24 @@ class Collector:
         self.evals.append(record)
 
 
-def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["virtual", "real"] = "virtual") -> RunFacts:
-    """run.json: what the tape's numbers refer to."""
+def describe(
+    task: Task,
+    config: RunConfig,
+    model: nn.Module,
+    clock: Literal["virtual", "real"] = "virtual",
+    execution: Execution | Literal[""] = "",
+) -> RunFacts:
+    """run.json: what the tape's numbers refer to. `execution`: that of a simulation."""
     state_names = model.state_dict().keys()
+    device = pick_device(config.run.device)
     return RunFacts(
         clock=clock,
         heloco=heloco.__version__,
         torch=str(torch.__version__),
         threads=torch.get_num_threads(),
-        kernels=name_for(pick_device(config.run.device)),
+        kernels=name_for(device),
+        execution=execution,
+        device=_device_name(device) if execution else "",
         method=config.outer.method,
         paces=config.rounds.paces,
         unit=task.unit,
@@ -78,6 +90,10 @@ def describe(task: Task, config: RunConfig, model: nn.Module, clock: Literal["vi
         model_digest=model_digest(task),
         passing_buffers=[name for name, _ in model.named_buffers() if name not in state_names],
     )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -107,7 +123,9 @@ class LocalRun:
         observers: list[Observer] | None = None,
         model: nn.Module | None = None,
         block_numbers: bool = True,
+        begun_as: Execution | None = None,
     ) -> None:
+        """`begun_as`: how the rounds of a run that is resumed were computed so far."""
         self.task = task
         self.config = config
         self.folder = folder
@@ -127,24 +145,53 @@ class LocalRun:
         self.units = 0
         self._evaluated_at = -1
         self._saved_at = -1
+        self._begun_as = begun_as
 
     # ---- running
 
-    @property
-    def inner(self) -> SequentialInner:
-        """The run's own inner loop. It is built when it is first used: a fleet has another."""
-        return self._parts.inner
+    @cached_property
+    def execution(self) -> Execution:
+        """How the run's rounds are computed. Raises UserError if the config asks for what cannot be."""
+        return choose_execution(self._parts, self._begun_as)
 
     def run(self) -> None:
         """Runs to the end. If a stop is requested, it writes a checkpoint and raises `StopRequested`."""
-        self.inner.before_step = self._heed_stop
+        trainer = self._make_trainer(self.execution)
         try:
             self.begin()
             while not self.advance():
-                self.simulation.give(self.inner.run([self.simulation.next_needed()])[0])
+                trainer = self._compute(trainer)
         except StopRequested:
             self._save_if(True)
             raise
+
+    def _compute(self, trainer: Trainer) -> Trainer:
+        """Computes rounds that the clock waits for. Returns what computes the next ones."""
+        try:
+            contributions = trainer.run(trainer.pick(self.simulation))
+        except StackFailure as failure:
+            reason = str(failure)
+        else:
+            for contribution in contributions:
+                self.simulation.give(contribution)
+            return trainer
+        return self._make_sequential(reason)  # not in `except`: an error keeps the stack alive while it is handled
+
+    def _make_trainer(self, execution: Execution) -> Trainer:
+        if self.folder is not None and (facts := self.folder.facts()).execution != execution:
+            self.folder.write_facts(structs.replace(facts, execution=execution))
+        return make_trainer(self._parts, execution, before_step=self._heed_stop)
+
+    def _make_sequential(self, reason: str) -> Trainer:
+        """What goes on where a stack cannot. Nothing is lost: the rounds that were asked for are still asked for."""
+        if self.config.run.execution == "stacked":
+            raise UserError(f"execution is stacked, but this model cannot be computed as a stack ({reason}): leave it out.")
+        print(
+            f"heloco: this model cannot be computed as a stack ({reason}). Its rounds are computed one after the other.",
+            file=sys.stderr,
+            flush=True,
+        )
+        return self._make_trainer("sequential")
 
     def begin(self) -> None:
         """Makes the first evaluation, unless the run was taken up from a checkpoint."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from heloco.errors import UserError
 from heloco.inner.optimizers import InnerOptimizer, make_optimizer
 from heloco.inner.options import InnerOptions, learning_rate
+from heloco.inner.seeding import seeded
 from heloco.seeds import derive
 from heloco.synchronizer import Contribution, Round
 from heloco.task import Task, to_device
@@ -54,8 +55,7 @@ class SequentialInner:
         steps = positions.reshape(worker_round.inner_steps, self.options.accumulate, self.options.batch_size)
         base = self.options.first_position(worker_round.shard_steps, worker_round.progress)
         losses, units = [], 0
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            self._seed(derive(self.seed, "round", worker_round.worker, worker_round.index))
+        with seeded(derive(self.seed, "round", worker_round.worker, worker_round.index), self.device):
             for h, micro_batches in enumerate(steps):
                 self._merge(worker_round, h)
                 if self.before_step is not None:
@@ -79,13 +79,6 @@ class SequentialInner:
             memory=optimizer.memory() if self.options.keep_state else None,
             end=[p.detach().clone() for p in self._parameters] if worker_round.overlap else None,
         )
-
-    def _seed(self, seed: int) -> None:
-        """The generators that the model's own randomness (dropout) draws from, here and on its device; no other device's."""
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):
-                torch.cuda.manual_seed(seed)
 
     @torch.no_grad()
     def _load(self, worker_round: Round) -> None:

@@ -260,7 +260,7 @@ class Stack:
         """The optimizer's state, as `SequentialInner` keeps it; of the table only the rows that were read."""
         names = [f"{i}.{name}" for i, state in enumerate(self.states) for name in state]
         memory = dict(zip(names, copied([moment[s] for state in self.states for moment in state.values()]), strict=True))
-        step = self.steps_taken[s].clone()
+        step = self.steps_taken[s].float()  # as torch's fused AdamW wants it
         return memory | {f"{i}.step": step for i, state in enumerate(self.states) if ADAMW_STATE[0] in state}
 
 

@@ -73,9 +73,10 @@ class StackedInner:
     """Runs jobs of one architecture, at most `width` at a time. If the device's memory is too small for that, the width is
     halved and the same jobs are run again."""
 
-    def __init__(self, task: Task, *, device: torch.device | str = "cpu", width: int = 32) -> None:
+    def __init__(self, task: Task, *, device: torch.device | str = "cpu", width: int = 32, steps: int = 0) -> None:
+        """`steps`: how many inner steps a stack has room for at least, so that it need not be made again for longer rounds."""
         self.device = torch.device(device)
-        self.width = width
+        self.width, self.steps = width, steps
         self.model = task.build_model().to(self.device).train()
         self.loss: StackedLoss = stacked_loss(task, self.model)
         self.stacks: list[Stack] = []
@@ -117,7 +118,7 @@ class StackedInner:
         steps = max(job.round.inner_steps for job in jobs)
         data = [job.batches() for job in jobs]
         try:
-            stack = self._stack(jobs[0].kind, self._size(len(jobs)), steps)
+            stack = self._stack(jobs[0].kind, self._size(len(jobs)), max(steps, self.steps))
             stack.load(jobs, data)
             if not stack.is_recorded:
                 stack.record()

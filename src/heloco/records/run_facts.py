@@ -57,6 +57,11 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     heloco: str = ""
     torch: str = ""
     kernels: str = ""
+    execution: Literal["", "stacked", "sequential"] = ""
+    """How a simulation computed the rounds under way: as one stack of models, or one after the other. Empty: the run is of real
+    machines, or of a version that did not say."""
+    device: str = ""
+    """What computed a simulation: cpu, or the name of the GPU."""
     plugins: dict[str, str] = {}
     """What the config names from other packages, such as "method mine" -> the package that brings it."""
     parameters: int = 0

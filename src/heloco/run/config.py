@@ -122,6 +122,9 @@ class RunSettings:
     """Refused contributions (NaN, Inf) in a row after which the run stops."""
     device: str = "auto"
     """The device that computes: cpu, cuda, cuda:1, or auto (a GPU if there is one)."""
+    execution: Literal["auto", "stacked", "sequential"] = "auto"
+    """How a simulation computes the rounds under way: as one stack of models, or one round after the other. auto: as a stack on a
+    GPU, if that serves the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +165,7 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def digest(self) -> str:
-        """Identifies everything that decides the result of the run. The settings of [cluster] are not part of it."""
+        """Identifies everything that decides the result of the run. `execution` and [cluster] are not part of it."""
         return hashlib.sha256(json.dumps(deciding_settings(self), sort_keys=True).encode()).hexdigest()
 
 
@@ -210,8 +213,9 @@ DERIVED: dict[str, tuple[str, ...]] = {
 
 
 def deciding_settings(config: RunConfig) -> dict[str, Settings]:
-    """What decides the result of a run, by section: all settings that are set, but for [cluster] and those without an effect."""
-    idle = set(GUARD) if config.outer.norm_limit == "off" else set()
+    """What decides the result of a run, by section: all settings that are set, but for [cluster], `execution` and those without
+    an effect."""
+    idle = {"execution"} | (set(GUARD) if config.outer.norm_limit == "off" else set())
     idle_sections = {"cluster"} | (set() if config.links.changed_options else {"links"})
     return {
         section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}

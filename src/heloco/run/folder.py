@@ -99,6 +99,11 @@ class RunFolder:
 
     # ---- writing
 
+    def write_facts(self, facts: RunFacts) -> None:
+        """Puts other facts in the place of run.json. Raises UserError if the disk is full."""
+        with disk_errors(self.path / META, self.remedy):
+            write_atomically(self.path / META, facts.to_json())
+
     def take(self) -> None:
         """Takes the folder for this process, until `close`."""
         with self._locked():
