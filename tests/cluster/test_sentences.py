@@ -78,6 +78,7 @@ class Script:
         except Refused as refused:
             answer = ("refused", refused.code, refused.size)
         self.service.housekeeping.tick()
+        self.service.housekeeping.save_if_due(wait=True)  # rates after a restart depend on the checkpoint it begins from
         self.seen.append((answer, without_prose(self.service.admin.status())))
 
     def restart(self, *hands: Hand) -> None:
@@ -271,8 +272,7 @@ def test_a_machine_says_that_its_run_is_out_of_reach_and_that_it_is_back(tmp_pat
 def test_a_pause_is_shown_when_its_kind_changes(tmp_path, monkeypatch, capsys, reword):
     reword_all(monkeypatch, reword)
     service = opened(tmp_path / "run", Clock(), min_workers=1)
-    machine = Hand(service, "m")
-    view = RunView(tmp_path / "run", Console())
+    machine, view = Hand(service, "m"), RunView(tmp_path / "run", Console())
     for act in (lambda: None, lambda: service.pauses.pause("for a moment"), lambda: service.pauses.pause("for an hour")):
         act()
         view.tell(service.admin.status())

@@ -152,7 +152,7 @@ def wave_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (images, {"keep_state": True, **UNEVEN}),
         (lambda: task_of(mlp(), torch.float64), {"inner_optimizer": "sgd", "drop": "skip", "drop_above": 1}),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else "-".join(value) or "plain",
 )
 def test_a_run_as_a_stack_has_the_tape_of_one_round_after_the_other(
     make: Callable[[], Task], settings: dict[str, Any], wave_sizes: list[int]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from heloco.engine.local import Collector, LocalRun
 from heloco.errors import RunStopped
+from heloco.inner.sequential import SequentialInner
 from heloco.methods import METHODS
 from heloco.policy import Drop, NormGuard
 from heloco.rounds import Arrival, Contribution
@@ -185,7 +186,7 @@ def trained(images: ImagesTask, poison: Callable[[int, list[Tensor]], list[Tenso
     config = resolve(with_fields(RunConfig(), {**values, "device": "cpu", **settings}))
     collected = Collector()
     run = LocalRun(images, config, observers=[collected])
-    inner = run.inner
+    inner = SequentialInner(images, config.inner, seed=config.run.seed, device=torch.device("cpu"))
     run.begin()
     number = 0
     while not run.advance():

@@ -89,7 +89,7 @@ def _carry_out(task: Task, config: RunConfig, path: Path | None) -> Result:
     collector = Collector()
     run = LocalRun(task, config, observers=[collector])
     if path is not None:
-        run.folder = RunFolder.create(path, config, describe(task, config, run.model))
+        run.folder = RunFolder.create(path, config, describe(task, config, run.model, execution=run.execution))
     try:
         if run.folder is not None:
             run.folder.start_writing()
