@@ -40,7 +40,7 @@ _HOME = {
     "Result": "heloco.engine.simulate",
     "load_run": "heloco.report.run_data",
     "RunData": "heloco.report.run_data",
-    "join": "heloco.cluster.client.joined_loop",
+    "join": "heloco.cluster.client.join_own_loop",
     "JoinedLoop": "heloco.cluster.client.joined_loop",
     "HeLoCoCallback": "heloco.cluster.client.hf_callback",
     "Task": "heloco.task",
@@ -53,8 +53,8 @@ __all__ = [*_HOME, "__version__"]
 
 if TYPE_CHECKING:
     from heloco.cluster.client.hf_callback import HeLoCoCallback as HeLoCoCallback
+    from heloco.cluster.client.join_own_loop import join as join
     from heloco.cluster.client.joined_loop import JoinedLoop as JoinedLoop
-    from heloco.cluster.client.joined_loop import join as join
     from heloco.engine.simulate import Result as Result
     from heloco.engine.simulate import simulate as simulate
     from heloco.engine.simulation import Simulation as Simulation

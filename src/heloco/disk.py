@@ -131,6 +131,16 @@ def write_atomically(path: Path, content: bytes, *, mode: int = 0o666) -> None:
     make_folder_durable(path.parent)
 
 
+def make_readable(path: Path) -> None:
+    """Gives a file the permissions of a file that is newly made here: some libraries leave it to its owner alone."""
+    probe = path.with_name(f".{path.name}.mode")
+    try:
+        probe.touch()
+        path.chmod(probe.stat().st_mode & 0o777)
+    finally:
+        probe.unlink(missing_ok=True)
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's content, as hexadecimal digits. The file is read piece by piece."""
     with path.open("rb") as file:

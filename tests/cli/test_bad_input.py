@@ -74,7 +74,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(words, says, tmp_path):
         ("--paces 1,,6", "paces cannot be '1,,6'"),
         ("--paces=", "There are no paces: give one per worker"),
         ("--workers -2", "workers is -2"),
-        ("--arrivals 0", "arrivals is 0: a run takes in at least one contribution."),
+        ("--arrivals -1", "arrivals is -1: a run takes in at least one contribution."),
         ("--arrivals -3", "arrivals is -3"),
         ("--arrivals 1.5", "arrivals cannot be '1.5': give a whole number."),
         ("--inner-steps 0", "inner_steps is 0: a round needs at least one step."),

@@ -153,8 +153,12 @@ def test_frozen_parameters_stay_at_home_and_must_be_the_same_everywhere(serve):
         assert run.arrivals == 1 and [tuple(t.shape) for t in link.contributions[0, 0, 0]] == [(1, 5), (1,)]
         with heloco.join(LocalLink(service), same, adam(same), tell=quiet):
             assert_same(values(first), values(same))
-        with pytest.raises(heloco.UserError, match=r"frozen parameters here \('0.weight' and so on\) are not those of the run"):
+        with pytest.raises(heloco.UserError, match=r"^The frozen parameter '0.weight' and 1 others here is not that of the run"):
             heloco.join(LocalLink(service), other, adam(other), tell=quiet).__enter__()
+        with torch.no_grad():
+            same[0].bias[0] += 1
+        with pytest.raises(heloco.UserError, match=r"^The frozen parameter '0.bias' here is not that of the run"):
+            heloco.join(LocalLink(service), same, adam(same), tell=quiet).__enter__()
         first[0].requires_grad_(True)
         with pytest.raises(heloco.UserError, match=r"'0\.weight' was frozen when the run was joined and is trained"):
             step(first, optimizer, next(batches()))

@@ -55,6 +55,13 @@ def test_the_cosine_is_as_long_as_a_workers_part_of_the_run(arrivals, steps, wor
     assert config.inner.schedule_steps == length
 
 
+@pytest.mark.parametrize(("workers", "arrivals"), [(1, 120), (5, 120), (6, 120), (7, 140), (64, 1280)])
+def test_a_run_takes_in_enough_contributions_of_each_worker(workers, arrivals):
+    settings = {"paces": [1.0], "workers": workers}
+    assert resolve(with_fields(RunConfig(), settings)).run.arrivals == arrivals
+    assert resolve(with_fields(RunConfig(), settings | {"arrivals": 7})).run.arrivals == 7
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_presets_sizes_are_filled_in(name):
     model, preset = config_with(preset=name).model, PRESETS[name]
@@ -300,7 +307,7 @@ def test_no_flag_is_no_change():
         ({"inner_steps": 0}, "inner_steps is 0"),
         ({"grace": -1}, "grace is -1.0"),
         ({"grace": math.nan}, "grace is nan"),
-        ({"arrivals": 0}, "arrivals is 0"),
+        ({"arrivals": -1}, "arrivals is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"eval_every": -1}, "eval_every is -1"),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),

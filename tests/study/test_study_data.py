@@ -14,6 +14,7 @@ from heloco.ledger import Ledger
 from heloco.methods import METHODS, get_method
 from heloco.policy import Drop, inner_steps, make_choice, make_weight
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.provenance import Provenance
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, resolve, with_fields
 from heloco.study.grid import digest, grid, once_for_all_paces, row_time, settings_of, total_steps
@@ -39,6 +40,7 @@ RUNS = {
     "size": 3 * 8,
 }
 """Distinct runs of one seed."""
+COMPUTED = Provenance(device="cpu", precision="fp32", torch="2.13.0")
 
 
 def runs_of(name: str, scale: str) -> dict[str, RunConfig]:
@@ -221,7 +223,7 @@ def test_behind_a_barrier_one_run_stretched_is_the_run_of_any_paces(paces, one_t
         task, config = build_task(config)
         collected = Collector()
         LocalRun(task, config, observers=[collected]).run()
-        return make_record(config, task.digest, collected)
+        return make_record(config, task.digest, COMPUTED, collected)
 
     [place, *_] = grid(load_study("table1"), scale="small", seeds=1, methods=["sync-nesterov"])
     theirs = run(real)
@@ -331,7 +333,7 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
                 for i in range(0, config.run.arrivals + 1, config.run.eval_every)
             ],
         )  # fmt: skip
-        record = make_record(config, "0" * 64, collected)
+        record = make_record(config, "0" * 64, COMPUTED, collected)
         store = RunStore(tmp_path)
         store.write(record)
         assert store.path(record.digest).stat().st_size < 12_000

@@ -119,6 +119,7 @@ def add_export_flags(parser: Parser) -> None:
     parser.add_argument("folder", type=Path, metavar="RUN")
     parser.add_argument("--format", metavar="{safetensors,hf}", default="safetensors", help="one file, or a folder [safetensors]")
     parser.add_argument("--out", type=Path, metavar="PATH", help="[RUN/model.safetensors, RUN/hf]")
+    parser.add_argument("--hf", type=Path, metavar="DIR", help="where its config.json is, if the model came with the machines")
 
 
 def add_schedule_flags(parser: Parser) -> None:
@@ -127,7 +128,7 @@ def add_schedule_flags(parser: Parser) -> None:
         "--workers", metavar="N", default="0", help="how many workers; they have the paces in turn [as many as paces]"
     )
     parser.add_argument("--inner-steps", metavar="N", default="10", help="H, the inner steps of a round [10]")
-    parser.add_argument("--arrivals", metavar="N", default="120", help="how many arrivals [120]")
+    parser.add_argument("--arrivals", metavar="N", help="how many arrivals [120, or 20 from each worker]")
     parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper or plain, as in `heloco train` [best]")
     parser.add_argument("--method", metavar="NAME", help="only whether it waits matters [the recipe's]")
     parser.add_argument("--steps", metavar="{constant,dylu}", help="H for all, or DyLU [the recipe's]")
@@ -318,8 +319,8 @@ def export(arguments: argparse.Namespace) -> int:
     folder = RunFolder.open(arguments.folder)
     if arguments.format == "hf":
         out, without = arguments.out or folder.path / "hf", ""
-        count, tokenizer = export_hf(folder, out)
-        if not tokenizer:
+        count, tokenizer = export_hf(folder, out, arguments.hf)
+        if not tokenizer and arguments.hf is None:
             name = folder.config(for_task=True).input.tokenizer
             without = f" Its tokenizer, {name}, is not on this machine any more and was left out."
         print(f"Wrote {count:,} parameters to {out}.{without}")

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from heloco.engine.schedule import steps_of_workers
 from heloco.engine.simulated_links import FileSizes, SimulatedLinks
 from heloco.errors import UserError
-from heloco.inner import SequentialInner
+from heloco.inner import InnerOptions, SequentialInner
 from heloco.ledger import Ledger
 from heloco.methods import get_method
 from heloco.policy import Drop, make_choice, make_guard, make_weight
+from heloco.records.provenance import Provenance
 from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_name, weight_options
 from heloco.run.settings import named_in
 from heloco.synchronizer import Synchronizer
@@ -168,3 +169,14 @@ def pick_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"The device {name!r} cannot be used here ({str(error).splitlines()[0]}): try --device cpu.") from error
     return device
+
+
+def provenance_of(device: torch.device, options: InnerOptions) -> Provenance:
+    """What a simulation with these options is computed by."""
+    on_gpu = device.type == "cuda"
+    exact = "tf32" if on_gpu else "fp32"
+    return Provenance(
+        device=torch.cuda.get_device_name(device) if on_gpu else device.type,
+        precision=exact if options.precision == "fp32" else options.precision,
+        torch=str(torch.__version__),
+    )

@@ -28,7 +28,7 @@ from torch import nn
 from heloco.engine.build import file_sizes
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, planned_arrivals
-from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, rounded_products, run_bytes
+from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, run_bytes
 from heloco.errors import RunStopped, UserError
 from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
@@ -36,6 +36,7 @@ from heloco.run import RunConfig
 from heloco.synchronizer import Round
 from heloco.task import Task
 from heloco.task.language import LanguageTask
+from heloco.task.rounding import rounded_products
 
 URGENT = 0.9  # of the time that is left
 WAVES = {"cuda": 2, "cpu": 1}  # under way at a time

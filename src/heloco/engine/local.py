@@ -11,7 +11,7 @@ from msgspec import structs
 from torch import Tensor, nn
 
 import heloco
-from heloco.engine.build import build_links, build_parts, model_digest, pick_device, plugins_of
+from heloco.engine.build import build_links, build_parts, model_digest, pick_device, plugins_of, provenance_of
 from heloco.engine.simulation import NS, ClockState, Simulation
 from heloco.engine.trainer import Execution, StackFailure, Trainer, choose_execution, make_trainer
 from heloco.errors import RunStopped, UserError
@@ -68,14 +68,16 @@ def describe(
     """run.json: what the tape's numbers refer to. `execution`: that of a simulation."""
     state_names = model.state_dict().keys()
     device = pick_device(config.run.device)
+    computed = provenance_of(device, config.inner)
     return RunFacts(
         clock=clock,
         heloco=heloco.__version__,
-        torch=str(torch.__version__),
+        torch=computed.torch,
         threads=torch.get_num_threads(),
         kernels=name_for(device),
         execution=execution,
-        device=_device_name(device) if execution else "",
+        device=computed.device if execution else "",
+        precision=computed.precision if execution else "",
         method=config.outer.method,
         paces=config.rounds.paces,
         unit=task.unit,
@@ -90,10 +92,6 @@ def describe(
         model_digest=model_digest(task),
         passing_buffers=[name for name, _ in model.named_buffers() if name not in state_names],
     )
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -1,8 +1,6 @@
-"""How wide a stack may be on a device, and how exact its products are there."""
+"""How wide a stack may be on a device."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -30,15 +28,3 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return 0.5 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-@contextmanager
-def rounded_products(device: torch.device) -> Iterator[None]:
-    """On a GPU, float32 products in TF32 (operands keep 11 bits, sums are float32), unless the user chose otherwise."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda" and before == "highest":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

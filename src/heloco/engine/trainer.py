@@ -15,7 +15,7 @@ import torch
 
 from heloco.engine.build import Parts
 from heloco.engine.simulation import Simulation
-from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, rounded_products, run_bytes
+from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, run_bytes
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.inner.seeding import seeded
@@ -24,6 +24,9 @@ from heloco.run import RunConfig
 from heloco.seeds import derive
 from heloco.synchronizer import Contribution, Round
 from heloco.task import to_device
+from heloco.task.gpt import TinyGPT
+from heloco.task.language import LanguageTask
+from heloco.task.rounding import rounded_products
 
 Execution = Literal["stacked", "sequential"]
 SMALL_STEP_FLOP = 1e11
@@ -157,6 +160,8 @@ def settings_obstacle(config: RunConfig) -> str:
     """The setting that a stack would not honour; empty if there is none."""
     if config.inner.compile:
         return "compile is set, and a stack is compiled and recorded in a way of its own"
+    if config.inner.recompute:
+        return "recompute is set, and a stack keeps what its backward pass needs"
     if config.links.overlap:
         return "overlap is set, and in a stack no start is merged in the middle of a round"
     return ""
@@ -172,10 +177,17 @@ def stack_width(parts: Parts) -> int:
 
 def step_flop(parts: Parts) -> int:
     """About how many floating-point operations an inner step has: those of the products of a forward pass, three times."""
+    task, options = parts.task, parts.config.inner
+    if isinstance(task, LanguageTask) and isinstance(parts.model, TinyGPT):  # counting would take a second
+        return 6 * _weights(parts.model) * task.context * options.windows_per_step
     from torch.utils.flop_counter import FlopCounterMode
 
-    task, options = parts.task, parts.config.inner
     model = copy.deepcopy(parts.model)  # a forward pass may move its buffers
     with torch.no_grad(), seeded(0, parts.device), FlopCounterMode(display=False) as counter:
         task.loss(model, to_device(task.batch(0, np.arange(options.batch_size)), parts.device))
     return 3 * options.accumulate * int(counter.get_total_flops())
+
+
+def _weights(model: TinyGPT) -> int:
+    """The numbers that each token meets in a product: those of the blocks and of the head."""
+    return sum(p.numel() for p in model.blocks.parameters()) + model.head.weight.numel()

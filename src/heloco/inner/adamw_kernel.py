@@ -23,6 +23,8 @@ def adamw_kernel(
     on."""
     piece = tl.program_id(0).to(tl.int64)
     s = tl.program_id(1).to(tl.int64)
+    if tl.load(factors + 3 * slices + s) == 0.0:  # the slice stands still
+        return
     block, size, start = tl.load(pieces + 3 * piece), tl.load(pieces + 3 * piece + 1), tl.load(pieces + 3 * piece + 2)
     if ALIGNED:  # so that the compiler loads four at a time
         size, start = tl.multiple_of(size, 4), tl.multiple_of(start, 4)

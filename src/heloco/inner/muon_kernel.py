@@ -32,6 +32,8 @@ def muon_kernel(
     the step, 1 − μ (0 where a slice stands still) of each slice. The matrix is seen as [SHORT, LONG], TALL ones transposed."""
     block, s = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     decay, size, rise = tl.load(numbers + s), tl.load(numbers + slices + s), tl.load(numbers + 2 * slices + s)
+    if rise == 0.0:
+        return
     row_stride: tl.constexpr = 1 if TALL else LONG
     column_stride: tl.constexpr = SHORT if TALL else 1
     offsets = tl.arange(0, SHORT)[:, None] * row_stride + tl.arange(0, STEP)[None, :] * column_stride

@@ -46,8 +46,12 @@ class InnerOptions:
     """Gradient norm to clip to; 0: no clipping."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """The precision of forward and backward. bf16: they run under autocast, and the parameters stay as they are."""
-    compile: bool = False
-    """Whether the model is compiled with torch.compile."""
+    compile: bool | None = None
+    """Whether the model is compiled with torch.compile: its repeated blocks, or the whole model if it has none. Unset: on a GPU,
+    if it has repeated blocks."""
+    recompute: bool = False
+    """Whether the inside of the model's repeated blocks is computed again in the backward pass instead of being kept: less
+    memory, and about a third more time."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "accumulate"):

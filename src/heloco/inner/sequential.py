@@ -4,25 +4,29 @@ A round is a function of what it was handed: its randomness comes from the run's
 is run again (after a crash, on another machine of the same kind) gives the same contribution.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from heloco.errors import UserError
+from heloco.inner.batches import AHEAD, batches_of
+from heloco.inner.model_blocks import compile_model, recompute_blocks, repeated_blocks, undo_compilation
 from heloco.inner.optimizers import InnerOptimizer, make_optimizer
 from heloco.inner.options import InnerOptions, learning_rate
 from heloco.inner.seeding import seeded
 from heloco.seeds import derive
 from heloco.synchronizer import Contribution, Round
 from heloco.task import Task, to_device
+from heloco.task.rounding import kernels_serve, rounded_products
 
 
 class SequentialInner:
     """Trains rounds one after the other, with any task's model. `before_step` is called before each inner step. What it raises
-    ends the round (a stop request, for one)."""
+    ends the round (a stop request, for one). On a GPU the operands of float32 products are rounded to TF32."""
 
     def __init__(
         self,
@@ -41,13 +45,41 @@ class SequentialInner:
         self.model = task.build_model().to(self.device)
         self._parameters = list(self.model.parameters())
         self._buffers = list(self.model.buffers())
-        self.compiled_model: nn.Module = torch.compile(self.model) if options.compile else self.model  # type: ignore[assignment]
+        if options.recompute and not recompute_blocks(self.model):
+            raise UserError("recompute is set, but the model has no list of blocks of one kind: leave it out.")
+        is_worthwhile = kernels_serve(self.device) and bool(repeated_blocks(self.model))
+        self.is_compiled = is_worthwhile if options.compile is None else options.compile
+        """Whether the model computes through torch.compile."""
+        if self.is_compiled:
+            compile_model(self.model)
 
     def run(self, rounds: Sequence[Round]) -> list[Contribution]:
         """Computes the rounds one after the other. Returns a contribution for each, in the same order."""
         return [self._run(each) for each in rounds]
 
     def _run(self, worker_round: Round) -> Contribution:
+        if not self.is_compiled:
+            return self._compute(worker_round)
+        from torch._dynamo.exc import TorchDynamoException
+
+        try:
+            return self._compute(worker_round)
+        except TorchDynamoException as error:
+            self._give_up_compilation(error)
+        return self._compute(worker_round)
+
+    def _give_up_compilation(self, error: Exception) -> None:
+        """Without a C++ compiler on a CPU, for one."""
+        reason = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
+        if self.options.compile:
+            raise UserError(
+                f"compile is set, but torch.compile cannot compile this model here ({reason}): leave it out."
+            ) from error
+        print(f"heloco: torch.compile cannot compile this model ({reason}). It is computed without.", file=sys.stderr, flush=True)
+        undo_compilation(self.model)
+        self.is_compiled = False
+
+    def _compute(self, worker_round: Round) -> Contribution:
         self._load(worker_round)
         optimizer = make_optimizer(self.options, self.model)
         optimizer.load(worker_round.memory or {})
@@ -55,13 +87,15 @@ class SequentialInner:
         steps = positions.reshape(worker_round.inner_steps, self.options.accumulate, self.options.batch_size)
         base = self.options.first_position(worker_round.shard_steps, worker_round.progress)
         losses, units = [], 0
-        with seeded(derive(self.seed, "round", worker_round.worker, worker_round.index), self.device):
-            for h, micro_batches in enumerate(steps):
+        seed = derive(self.seed, "round", worker_round.worker, worker_round.index)
+        ahead = AHEAD.get(self.device.type, 0)
+        all_batches = closing(batches_of(self.task, worker_round.shard, list(steps), ahead=ahead))
+        with rounded_products(self.device), seeded(seed, self.device), all_batches as steps_batches:
+            for h, batches in enumerate(steps_batches):
                 self._merge(worker_round, h)
                 if self.before_step is not None:
                     self.before_step()
                 optimizer.set_lr(learning_rate(self.options, base + h))
-                batches = [self.task.batch(worker_round.shard, part) for part in micro_batches]
                 losses.append(self.step(optimizer, batches))
                 units += sum(map(self.task.units, batches))
             self._merge(worker_round, len(steps))
@@ -104,28 +138,15 @@ class SequentialInner:
     def step(self, optimizer: InnerOptimizer, batches: Sequence[object]) -> Tensor:
         """One inner step over the micro-batches; returns their mean loss, still on the device."""
         total = torch.zeros((), device=self.device)
-        with compiler_errors() if self.options.compile else nullcontext():
-            for batch in batches:
-                with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
-                    loss = self.task.loss(self.compiled_model, to_device(batch, self.device)) / len(batches)
-                loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.detach()
+        for batch in batches:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.precision == "bf16"):
+                loss = self.task.loss(self.model, to_device(batch, self.device)) / len(batches)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
         if self.options.clip:
             nn.utils.clip_grad_norm_(self._parameters, self.options.clip)
         optimizer.step()
         return total
-
-
-@contextmanager
-def compiler_errors() -> Iterator[None]:
-    """Says what to do where torch.compile cannot compile the model: without a C++ compiler on a CPU, for one."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    try:
-        yield
-    except TorchDynamoException as error:
-        reason = " ".join([line for line in str(error).splitlines() if line.strip()][:2])
-        raise UserError(f"compile is set, but torch.compile cannot compile this model here ({reason}): leave it out.") from error
 
 
 def _difference(start: Tensor, end: Tensor) -> Tensor:

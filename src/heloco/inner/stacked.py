@@ -40,8 +40,9 @@ def kind_of(options: InnerOptions) -> InnerOptions:
 
 def check_stackable(options: InnerOptions) -> None:
     """Refuses settings that a stack cannot honour."""
-    if options.compile:
-        raise UserError("compile is set, but a study computes the rounds of many runs as one stack of models: leave it out.")
+    for name in ("compile", "recompute"):
+        if getattr(options, name):
+            raise UserError(f"{name} is set, but a study computes the rounds of many runs as one stack of models: leave it out.")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from heloco.task import Task
 from heloco.task.attention import attend
@@ -67,7 +69,9 @@ class VmapLoss:
 
             return self.task.loss(call, batch)  # type: ignore[arg-type]
 
-        losses: Tensor = vmap(one, randomness="different")(parameters, buffers, batch)
+        on_gpu = parameters[0].is_cuda  # where the fused attention's backward pass fails within vmap
+        with sdpa_kernel(SDPBackend.MATH) if on_gpu else nullcontext():
+            losses: Tensor = vmap(one, randomness="different")(parameters, buffers, batch)
         return losses
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from heloco.errors import UserError
+from heloco.records.provenance import Provenance
 
 EXTERNAL = "external"
 """The task digest of a run whose model and data are the machines' own."""
@@ -62,6 +63,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     machines, or of a version that did not say."""
     device: str = ""
     """What computed a simulation: cpu, or the name of the GPU."""
+    precision: str = ""
+    """To what a simulation rounded the operands of products: fp32 (not at all), tf32 or bf16."""
     plugins: dict[str, str] = {}
     """What the config names from other packages, such as "method mine" -> the package that brings it."""
     parameters: int = 0
@@ -76,6 +79,11 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     def is_real(self) -> bool:
         """Whether real machines did the run: then times are real, too."""
         return self.clock == "real"
+
+    @property
+    def provenance(self) -> Provenance | None:
+        """What computed a simulation; None for a run of real machines."""
+        return Provenance(device=self.device, precision=self.precision, torch=self.torch) if self.device else None
 
     @property
     def is_external(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from heloco.records.provenance import note_if_mixed
 from heloco.report.charts.curves import measures_of, time_label
 from heloco.report.run_groups import (
     RunGroup,
@@ -143,6 +144,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
         sentences.append(
             f"Simulated time is not real time: {', '.join(run.name for run in runs if run.facts.is_real)} ran on real machines."
         )
+    if mixed := note_if_mixed(computed for run in runs if (computed := run.facts.provenance)):
+        sentences.append(mixed)
     for run in runs:
         for name in run.cut_files:
             sentences.append(

@@ -43,7 +43,7 @@ class ModelConfig:
     """The model of a language task."""
 
     preset: str = "1m"
-    """The TinyGPT size: 1m, 5m, paper, 30m, 60m, 124m."""
+    """The TinyGPT size: 1m, 5m, paper, 30m, 60m, 124m, 1.3b."""
     width: int = 0
     """Embedding width; 0: the preset's."""
     layers: int = 0
@@ -110,8 +110,8 @@ class OuterConfig:
 class RunSettings:
     """How long a run is, what it records, and where it is computed."""
 
-    arrivals: int = 120
-    """How many contributions the run takes in."""
+    arrivals: int = 0
+    """How many contributions the run takes in; 0: 120, or 20 from each worker if that is more."""
     seed: int = 0
     """The seed that everything random in the run is derived from."""
     eval_every: int = 10
@@ -165,13 +165,16 @@ class RunConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     def digest(self) -> str:
-        """Identifies everything that decides the result of the run. `execution` and [cluster] are not part of it."""
+        """Identifies everything that decides the result of the run. How it is computed and [cluster] are not part of it."""
         return hashlib.sha256(json.dumps(deciding_settings(self), sort_keys=True).encode()).hexdigest()
 
 
 Settings = dict[str, object]
 """Settings by name, as flags, TOML files or Python give them: `with_fields` checks and converts them."""
 
+ARRIVALS, ARRIVALS_EACH = 120, 20
+"""Where their number is not given: of the run, and at least from each worker. The study `scale` has 20: with two each, a run of
+64 workers ends before its loss falls steadily."""
 LEARNING_RATES = {"adamw": 1.5e-3, "muon": 6.4e-3, "sgd": 1e-2}
 """Where none is given: for models as wide as `LEARNING_RATE_WIDTH`, from the studies `recipe` and `inner`."""
 LEARNING_RATE_WIDTH = 128
@@ -196,6 +199,7 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix. Knobs: see `settings.py`."""
 
 GUARD = ("norm_limit", "norm_policy")
+EXECUTION = ("execution", "compile", "recompute")
 DERIVED: dict[str, tuple[str, ...]] = {
     "preset": ("width", "layers", "heads", "context", "hf", "lr"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer", "lr"),
@@ -213,9 +217,9 @@ DERIVED: dict[str, tuple[str, ...]] = {
 
 
 def deciding_settings(config: RunConfig) -> dict[str, Settings]:
-    """What decides the result of a run, by section: all settings that are set, but for [cluster], `execution` and those without
-    an effect."""
-    idle = {"execution"} | (set(GUARD) if config.outer.norm_limit == "off" else set())
+    """What decides the result of a run, by section: all settings that are set, but for [cluster], those that say how it is
+    computed, and those without an effect."""
+    idle = {*EXECUTION} | (set(GUARD) if config.outer.norm_limit == "off" else set())
     idle_sections = {"cluster"} | (set() if config.links.changed_options else {"links"})
     return {
         section: {name: value for name, value in values.items() if value not in (None, "") and name not in idle}
@@ -271,8 +275,10 @@ def resolve(config: RunConfig) -> RunConfig:
         config = replace(config, input=replace(config.input, tokenizer="bytes"))
     rounds = _resolve_rounds(config.rounds)
     settings = config.run
-    if settings.arrivals < 1:
+    if settings.arrivals < 0:
         raise UserError(f"arrivals is {settings.arrivals}: a run takes in at least one contribution.")
+    if not settings.arrivals:
+        settings = replace(settings, arrivals=max(ARRIVALS, ARRIVALS_EACH * len(rounds.paces)))
     if settings.seed < 0:
         raise UserError(f"seed is {settings.seed}: give a number ≥ 0.")
     for name in ("eval_every", "checkpoint_every"):
@@ -296,7 +302,7 @@ def resolve(config: RunConfig) -> RunConfig:
         inner = replace(inner, schedule_steps=length)
     if not inner.lr:
         inner = replace(inner, lr=default_learning_rate(inner.inner_optimizer, model.width))
-    return replace(config, rounds=rounds, outer=outer, inner=inner, model=model)
+    return replace(config, rounds=rounds, outer=outer, inner=inner, model=model, run=settings)
 
 
 def default_learning_rate(optimizer: str, width: int) -> float:

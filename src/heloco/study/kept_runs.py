@@ -11,6 +11,7 @@ from heloco.disk import disk_errors, write_atomically
 from heloco.engine.local import Collector
 from heloco.errors import UserError
 from heloco.records.json_numbers import shorten_number
+from heloco.records.provenance import Provenance
 from heloco.report.summary import RunSummary, summarize
 from heloco.run import RunConfig
 from heloco.run.config import Settings
@@ -45,6 +46,7 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     task: str
     """The data's digest."""
     settings: Settings
+    computed: Provenance
     verdict: Literal["finished", "diverged"]
     reason: str
     time_s: float
@@ -66,7 +68,9 @@ class RunRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.verdict == "finished"
 
 
-def make_record(config: RunConfig, task_digest: str, collector: Collector, diverged: str | None = None) -> RunRecord:
+def make_record(
+    config: RunConfig, task_digest: str, computed: Provenance, collector: Collector, diverged: str | None = None
+) -> RunRecord:
     """The record of a run that has just ended; `diverged` says why it did not get to its end; None if it did."""
     summary = summarize(RunSummary(config.rounds.paces), collector.tape)
     evals = collector.evals
@@ -83,6 +87,7 @@ def make_record(config: RunConfig, task_digest: str, collector: Collector, diver
         digest=digest(config, task_digest),
         task=task_digest,
         settings=settings_of(config),
+        computed=computed,
         verdict="finished" if diverged is None else "diverged",
         reason=diverged or "",
         time_s=summary.time_s,

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from heloco.engine.build import build_task as build_task_of
+from heloco.engine.build import provenance_of
 from heloco.engine.fleet import PlannedRun, run_fleet
 from heloco.engine.local import Collector
 from heloco.errors import UserError
@@ -130,6 +131,7 @@ class _Keeper:
     plan: Plan
     store: RunStore
     display: Display
+    device: torch.device
 
     def on_progress(self, steps_done: int, steps_total: int) -> None:
         self.display.on_progress(steps_done, steps_total)
@@ -142,7 +144,8 @@ class _Keeper:
 
     def _keep(self, key: str, collector: Collector, reason: str | None) -> None:
         run = self.plan.runs[key]
-        record = make_record(run.config, run.task.digest, collector, reason)
+        computed = provenance_of(self.device, run.config.inner)
+        record = make_record(run.config, run.task.digest, computed, collector, reason)
         assert record.digest == key
         self.store.write(record)
         self.display.show_run(self.plan.places_of(key), record)
@@ -159,4 +162,5 @@ def carry_out(
     """Makes the missing runs. They are made seed by seed: a person who stops early has whole tables of fewer seeds."""
     missing_runs = plan.find_missing(store)
     if missing_runs:
-        run_fleet(missing_runs, _Keeper(plan, store, display or Silent()), device=device, is_stopping=is_stopping)
+        keeper = _Keeper(plan, store, display or Silent(), device)
+        run_fleet(missing_runs, keeper, device=device, is_stopping=is_stopping)

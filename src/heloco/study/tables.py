@@ -1,7 +1,9 @@
 """The tables of a study as its TOML asks for them, with the paper's numbers next to ours."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from heloco.records.provenance import note_if_mixed
 from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.budget import budget_tables, order_table
 from heloco.study.results import Results, Stat, stat
@@ -9,8 +11,10 @@ from heloco.study.spec import TableSpec
 
 
 def tables_of(results: Results) -> list[TableData]:
-    """Every table that has something to show."""
-    return [table for spec in results.study.tables for table in _tables(results, spec) if table.rows and len(table.header) > 1]
+    """Every table that has something to show. If the runs were not all computed alike, each table says so."""
+    tables = [table for spec in results.study.tables for table in _tables(results, spec) if table.rows and len(table.header) > 1]
+    note = note_if_mixed(run.record.computed for run in results.runs.values())
+    return [replace(table, caption=f"{table.caption} {note}".strip()) for table in tables]
 
 
 def _tables(results: Results, spec: TableSpec) -> Iterator[TableData]:

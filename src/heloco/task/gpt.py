@@ -43,6 +43,7 @@ PRESETS: dict[str, GPTConfig] = {
     "30m": GPTConfig(width=384, layers=6, heads=6, context=256, tied=True),
     "60m": GPTConfig(width=512, layers=10, heads=8, context=512, tied=True),
     "124m": GPTConfig(width=768, layers=12, heads=12, context=1024, tied=True),
+    "1.3b": GPTConfig(width=2048, layers=24, heads=16, context=2048, tied=True),
 }
 
 

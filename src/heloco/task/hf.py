@@ -180,9 +180,12 @@ def text_config(config: Any) -> Any:
 
 @torch.no_grad()
 def fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Takes over parameters and buffers by name."""
+    """Takes over parameters and buffers by name. Buffers that a model does not save need not be there."""
+    saved_names = model.state_dict().keys()
     for kind in (model.named_parameters(), model.named_buffers()):
         for name, ours in kind:
+            if name not in tensors and name not in saved_names:
+                continue
             if name not in tensors or tensors[name].shape != ours.shape:
                 raise UserError(f"The checkpoint does not fit the Hugging Face model ({name}): restore its {CONFIG}.")
             ours.copy_(tensors[name])

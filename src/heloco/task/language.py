@@ -17,6 +17,7 @@ from heloco.task.base import Positions, Scores, ShardInfo
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.head import cross_entropy, fusable
 from heloco.task.hf import HFModel, logits_of
+from heloco.task.wide_head import mean_cross_entropy, split
 
 EVAL_BATCH_TOKENS = 4096
 EVAL_BATCH_LOGITS = EVAL_BATCH_TOKENS << 16  # 1 GB: fewer tokens at once where the vocabulary is very large
@@ -90,8 +91,11 @@ class LanguageTask:
         return torch.from_numpy(self.token_shards[shard].gather(self._orders[shard].locate(positions)))
 
     def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
-        logits = logits_of(model(batch[:, :-1]))
-        return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        inputs, targets = batch[:, :-1], batch[:, 1:].flatten()
+        if (parts := split(model)) is None:
+            return F.cross_entropy(logits_of(model(inputs)).flatten(0, 1), targets)
+        trunk, head = parts
+        return mean_cross_entropy(trunk(inputs).flatten(0, 1), head.weight, targets)
 
     def units(self, batch: Tensor) -> int:
         return batch.shape[0] * (batch.shape[1] - 1)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 PARAMETER, BUFFER, PSEUDO_GRADIENT, SCALE = "parameter", "buffer", "pseudo_gradient", "scale"
 DIFFERENCE, RESIDUAL, OWN_START, END = "difference", "residual", "own_start", "end"
+FROZEN = "heloco.frozen"
+"""The digests of a model's frozen parameters. They travel as one more buffer with this name, if there are any."""
 GATHERED, GATHERED_BUFFER, OUTER_STATE = "gathered", "gathered_buffer", "outer"
 
 

@@ -4,7 +4,10 @@ import atexit
 from collections.abc import Callable
 from typing import Any
 
-from heloco.cluster.client.joined_loop import JoinedLoop, join
+from torch.optim.lr_scheduler import LambdaLR
+
+from heloco.cluster.client.join_own_loop import join
+from heloco.cluster.client.joined_loop import JoinedLoop
 from heloco.cluster.protocol.link import Link
 from heloco.errors import UserError
 
@@ -16,7 +19,10 @@ except ImportError as error:
 
 class HeLoCoCallback(TrainerCallback):
     """Joins a run when the training begins and leaves it at the end. The options are those of
-    `heloco.join`. Without an address it does nothing."""
+    `heloco.join`. Without an address it does nothing.
+
+    follow_run: the Trainer's learning-rate schedule follows the progress of the whole run, not the count of this machine's steps:
+    when the run ends it has reached its end, too. Give the Trainer more `max_steps` than it will need."""
 
     def __init__(
         self,
@@ -25,12 +31,13 @@ class HeLoCoCallback(TrainerCallback):
         token: str | None = None,
         name: str | None = None,
         reset_optimizer: bool = False,
+        follow_run: bool = False,
         patience_s: float = 3600.0,
         tell: Callable[[str], Any] = print,
     ) -> None:
         self.joined: JoinedLoop | None = None
         """This machine's state in the run; None before the training begins."""
-        self._address = address
+        self._address, self._follow_run = address, follow_run
         self._options: dict[str, Any] = {
             "token": token, "name": name, "reset_optimizer": reset_optimizer, "patience_s": patience_s, "tell": tell,
         }  # fmt: skip
@@ -39,6 +46,13 @@ class HeLoCoCallback(TrainerCallback):
         """Joins the run with the Trainer's model and optimizer."""
         self.leave()  # an earlier training may have been interrupted
         joined = join(self._address, kwargs["model"], kwargs["optimizer"], stop_at_end=False, **self._options)
+        if joined.active and args.load_best_model_at_end:
+            raise UserError(
+                "load_best_model_at_end would put one of this machine's own checkpoints in the place of the run's final model: "
+                "set it to False."
+            )
+        if self._follow_run and joined.active:
+            _follow(joined, kwargs["lr_scheduler"], state.max_steps)
         self.joined = joined.__enter__()
         atexit.register(self.leave)  # an interrupted Trainer does not call on_train_end
 
@@ -73,3 +87,15 @@ class HeLoCoCallback(TrainerCallback):
         atexit.unregister(self.leave)
         if self.joined is not None:
             self.joined.__exit__(None, None, None)
+
+
+def _follow(joined: JoinedLoop, scheduler: Any, max_steps: int) -> None:
+    """Has a schedule look up its learning rate where the run is, on the way from the first step to the last."""
+    if not isinstance(scheduler, LambdaLR):
+        raise UserError(
+            f"follow_run needs a schedule that is a function of the step, as those of transformers.get_scheduler mostly are, and "
+            f"this one is a {type(scheduler).__name__}: choose another lr_scheduler_type, or leave follow_run out."
+        )
+    scheduler.lr_lambdas = [
+        lambda _, factor_of=factor_of: factor_of(round(joined.progress * max_steps)) for factor_of in scheduler.lr_lambdas
+    ]

@@ -9,10 +9,9 @@ waits for the acknowledgement, and loads the next start into the model in place.
 """
 
 import contextlib
-import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -28,6 +27,7 @@ from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.client.ranks import Ranks
 from heloco.cluster.client.round_plan import RoundPlan
 from heloco.cluster.client.run_client import NotHeld, RunClient, RunEnded
+from heloco.cluster.client.run_progress import RunProgress
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, Ended, WaitKind
 from heloco.cluster.protocol.refusals import Refused
@@ -35,7 +35,6 @@ from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.wire.blocks import PSEUDO_GRADIENT, blocks_of
 
-ADDRESS = "HELOCO_ADDRESS"
 NOT_FINITE_LIMIT = 3
 """After this many rounds in a row with NaN or Inf the machine gives up."""
 CONNECT_TIMEOUT_S = 60.0
@@ -63,52 +62,6 @@ class Options:
     tell: Callable[[str], Any] = print
 
 
-def join(
-    address: "str | Link | None" = None,
-    model: nn.Module | None = None,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    token: str | None = None,
-    name: str | None = None,
-    reset_optimizer: bool = False,
-    stop_at_end: bool = True,
-    patience_s: float = 3600.0,
-    tell: Callable[[str], Any] = print,
-) -> "JoinedLoop":
-    """A context in which the loop's model is trained together with other machines.
-
-    address: address of the run, or a link. Default: HELOCO_ADDRESS. If that is not set, the loop trains alone as before.
-    optimizer: one or several. With several, a step counts when each of them has stepped.
-    token: a worker token. Default: HELOCO_TOKEN, or the content of the file named in HELOCO_TOKEN_FILE.
-    name: this machine's name on the run's tape. Default: the host name. A restarted script is the same machine.
-    reset_optimizer: clear the optimizer's state at every new start. By default the state is kept.
-    stop_at_end: leave the block when the run has ended. If False, the loop then continues alone.
-    patience_s: how long to try to reach a run that is out of reach; at most a minute before the first success.
-    tell: called with a line of text for the user now and then.
-    """
-    options = Options(
-        token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s, tell=tell
-    )
-    if isinstance(address, nn.Module):
-        raise UserError("heloco.join takes the address first: heloco.join(address, model, optimizer), or model=…, optimizer=….")
-    address = address or os.environ.get(ADDRESS) or None
-    if address is None:
-        return JoinedLoop(None, nn.Module(), [], options)
-    if model is None or optimizer is None:
-        raise UserError("To join a run, heloco.join needs the model and its optimizer: heloco.join(address, model, optimizer).")
-    optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-    return JoinedLoop(address, model, [_hookable(each) for each in optimizers], options)
-
-
-def _hookable(optimizer: Any) -> Optimizer:
-    """The torch optimizer itself. accelerate's wrapper passes each step on to it, but cannot be hooked."""
-    while hasattr(optimizer, "optimizer") and type(optimizer).__module__.partition(".")[0] == "accelerate":
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise UserError(f"{type(optimizer).__name__} is not a torch optimizer: give the one that steps the model.")
-    return optimizer
-
-
 class JoinedLoop:
     """The value of `with heloco.join(…) as run`: this machine's state in the run."""
 
@@ -122,7 +75,7 @@ class JoinedLoop:
         self._blocks: ModelBlocks | None = None
         self._start: dict[str, Tensor] = {}
         """The start of the round: the only copy of the model in memory besides the model itself."""
-        self._plan = RoundPlan()
+        self._plan, self._progress = RoundPlan(), RunProgress()
         self._steps = self._refused_in_a_row = 0
         self._clear_optimizer = self._is_exchanging = False
         self._losses: list[Tensor | float] = []
@@ -157,6 +110,26 @@ class JoinedLoop:
     def inner_steps(self) -> int:
         """Inner steps of the current round; 0 if the loop trains alone."""
         return self._plan.inner_steps
+
+    @property
+    def progress(self) -> float:
+        """How much of the whole run is done, from 0 to 1; the same on every rank. Within a round it is estimated."""
+        return self._progress.share
+
+    @property
+    def steps_left(self) -> int:
+        """About how many steps this loop will still make in the run; the same on every rank."""
+        return self._progress.steps_left
+
+    @property
+    def run_arrivals(self) -> int:
+        """How many contributions of all machines the run had taken in when this round began."""
+        return self._progress.arrivals
+
+    @property
+    def planned_arrivals(self) -> int:
+        """How many contributions the run will take in; 0 if the loop trains alone."""
+        return self._progress.planned_arrivals
 
     @property
     def waiting(self) -> str:
@@ -263,6 +236,7 @@ class JoinedLoop:
             return
         self._pending_optimizers = {id(each) for each in self._optimizers}
         self._steps += 1
+        self._progress.note_step()
         client = self._client
         if client is not None:
             client.steps = self._steps
@@ -285,6 +259,12 @@ class JoinedLoop:
                 optimizer.state.clear()
         self._plan, self._steps, self._is_exchanging = plan, 0, False
         self._losses, self._samples = [], 0
+        if plan.ended is not None:
+            self._progress.end()
+        else:
+            self._progress.begin_round(
+                plan.progress, planned_arrivals=plan.planned_arrivals, seats=plan.seats, inner_steps=plan.inner_steps
+            )
         if plan.ended is not None and self._hooks:
             self._stop_loop()
 
@@ -310,8 +290,11 @@ class JoinedLoop:
         self._last_wait = None
         self._blocks.load(taken_round.start)
         self._start = taken_round.start
-        joined, steps = self._client.joined, taken_round.assignment.inner_steps
-        return RoundPlan(taken_round.key, steps, joined.seat, joined.seats, clear_optimizer=self._clear_optimizer)
+        joined, assignment = self._client.joined, taken_round.assignment
+        return RoundPlan(
+            taken_round.key, assignment.inner_steps, joined.seat, joined.seats, assignment.progress, joined.planned_arrivals,
+            clear_optimizer=self._clear_optimizer,
+        )  # fmt: skip
 
     def _take_final(self, ended: Ended) -> RoundPlan:
         """The run has ended. Loads its final model, if that can still be fetched."""

@@ -13,9 +13,6 @@ from heloco.finite import all_finite
 from heloco.wire import blocks
 from heloco.wire.layout import Layout
 
-FROZEN = "heloco.frozen"
-"""If there are frozen parameters, their digest travels as one more buffer with this name."""
-
 
 class ModelBlocks:
     """Trainable parameters, and the buffers that the model would save. Frozen parameters are not sent: they must be the same on
@@ -32,7 +29,7 @@ class ModelBlocks:
             if p.dtype not in TRAINABLE:
                 raise UserError(f"The parameter {name!r} is {p.dtype}: {CAN_BE_TRAINED} Freeze it, or convert it before joining.")
         self._frozen = {name: p for name, p in by_name.items() if name not in self.parameters}
-        self._digest = _digest_of(self._frozen) if self._frozen else None
+        self._digest = _digests_of(self._frozen) if self._frozen else None
         self._buffers = dict(_buffers(model, include_all))
         try:
             self.layout = Layout.from_tensors(self.name_tensors())
@@ -43,7 +40,7 @@ class ModelBlocks:
     @property
     def names(self) -> list[str]:
         """The blocks' names in the model, ordered by index."""
-        return [*self.parameters, *self._buffers, *([FROZEN] if self._digest is not None else [])]
+        return [*self.parameters, *self._buffers, *([blocks.FROZEN] if self._digest is not None else [])]
 
     def real_names(self) -> Iterator[tuple[str, str, str]]:
         """(name on the wire, "parameter" or "buffer", name in the model)"""
@@ -88,17 +85,22 @@ class ModelBlocks:
     @torch.no_grad()
     def load(self, start: dict[str, Tensor]) -> None:
         """Copies a start into the model, in place."""
-        if self._digest is not None and not torch.equal(
-            start[blocks.block_name(blocks.BUFFER, len(self._buffers))], self._digest
-        ):
-            raise UserError(
-                f"The frozen parameters here ({next(iter(self._frozen))!r} and so on) are not those of the run: load the same "
-                "checkpoint on every machine before joining, or make them trainable."
-            )
+        self._check_frozen(start)
         for i, parameter in enumerate(self.parameters.values()):
             parameter.copy_(start[blocks.block_name(blocks.PARAMETER, i)])
         for i, buffer in enumerate(self.buffers()):
             buffer.copy_(start[blocks.block_name(blocks.BUFFER, i)])
+
+    def _check_frozen(self, start: dict[str, Tensor]) -> None:
+        if self._digest is None:
+            return
+        differs = (start[blocks.block_name(blocks.BUFFER, len(self._buffers))] != self._digest).any(1).tolist()
+        if names := [name for name, is_other in zip(self._frozen, differs, strict=True) if is_other]:
+            others = f" and {len(names) - 1} others" if names[1:] else ""
+            raise UserError(
+                f"The frozen parameter {names[0]!r}{others} here is not that of the run: load the same checkpoint on every "
+                "machine before joining, or make it trainable."
+            )
 
     @torch.no_grad()
     def contribution(self, start: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -161,9 +163,11 @@ def _buffers(model: nn.Module, include_all: bool) -> Iterator[tuple[str, tuple[n
             yield f"{prefix}.{key}" if prefix else key, (module, key)
 
 
-def _digest_of(parameters: dict[str, nn.Parameter]) -> Tensor:
-    digest = xxhash.xxh3_128()
+def _digests_of(parameters: dict[str, nn.Parameter]) -> Tensor:
+    """A row of 16 bytes for each parameter."""
+    digests = bytearray()
     for name, parameter in parameters.items():
-        digest.update(f"{name} {parameter.dtype} {list(parameter.shape)};".encode())
+        digest = xxhash.xxh3_128(f"{name} {parameter.dtype} {list(parameter.shape)};".encode())
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8)
+        digests += digest.digest()
+    return torch.frombuffer(digests, dtype=torch.uint8).view(len(parameters), -1)

@@ -16,6 +16,10 @@ class RoundPlan:
     inner_steps: int = 0
     seat: int | None = None
     seats: int = 1
+    progress: float = 0.0
+    """How much of the run is done as the round begins, from 0 to 1."""
+    planned_arrivals: int = 0
+    """How many contributions the whole run will take in."""
     ended: Ended | None = None
     """How the run ended; None while it goes on."""
     clear_optimizer: bool = False

@@ -110,6 +110,8 @@ class Joined(Message, frozen=True, kw_only=True):
     seat: int | None
     """The worker whose rounds this machine does; None if every worker has a machine, and this one is a spare."""
     seats: int
+    planned_arrivals: int
+    """How many contributions the run will take in."""
     beat_s: float
     needs_model: bool
     start_layout: Entries | None = None

@@ -40,7 +40,7 @@ class Membership:
             run, starts = state.run, state.starts
             return Joined(
                 run=state.run_id, ticket=ticket, seat=machine.seat, seats=state.roster.seats,
-                beat_s=state.config.cluster.beat_s, needs_model=run is None,
+                planned_arrivals=state.config.run.arrivals, beat_s=state.config.cluster.beat_s, needs_model=run is None,
                 start_layout=starts.layout.entries if starts else None,
                 contribution_layout=run.contribution_layout.entries if run else None,
             )  # fmt: skip
