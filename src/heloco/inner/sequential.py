@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from heloco.errors import UserError
 from heloco.inner.batches import AHEAD, batches_of
-from heloco.inner.model_blocks import compile_model, recompute_blocks, repeated_blocks, undo_compilation
 from heloco.inner.optimizers import InnerOptimizer, make_optimizer
 from heloco.inner.options import InnerOptions, learning_rate
+from heloco.inner.repeated_blocks import compile_model, recompute_blocks, repeated_blocks, undo_compilation
 from heloco.inner.seeding import seeded
 from heloco.seeds import derive
 from heloco.synchronizer import Contribution, Round

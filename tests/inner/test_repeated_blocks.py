@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from heloco.errors import UserError
 from heloco.inner import InnerOptions, SequentialInner
-from heloco.inner.model_blocks import compile_model, recompute_blocks, repeated_blocks, undo_compilation
+from heloco.inner.repeated_blocks import compile_model, recompute_blocks, repeated_blocks, undo_compilation
 from heloco.task.gpt import build, preset
 from support.inner_rounds import OPTIONS, mlp, round_for, seeded, task_of
 from support.synchronizers import same
