@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from heloco.engine.build import file_sizes
+from heloco.engine.determinism import deterministic_algorithms
 from heloco.engine.local import Collector, LocalRun, StopRequested
 from heloco.engine.schedule import chains, planned_arrivals
 from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, run_bytes
@@ -69,7 +70,8 @@ def run_fleet(
     planned_runs: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
     """Carries out all runs; `StopRequested` when `is_stopping()` turned true. Those that ended were handed to the watcher."""
-    with rounded_products(device), host_work_first(device):
+    deterministic = any(each.config.run.deterministic for each in planned_runs)
+    with deterministic_algorithms(deterministic), rounded_products(device), host_work_first(device):
         Fleet(planned_runs, watcher, device, is_stopping).run()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import heloco
 from heloco.engine.build import build_links, build_parts, model_digest, pick_device, plugins_of, provenance_of
+from heloco.engine.determinism import deterministic_algorithms
 from heloco.engine.simulation import NS, ClockState, Simulation
 from heloco.engine.trainer import Execution, StackFailure, Trainer, choose_execution, make_trainer
 from heloco.errors import RunStopped, UserError
@@ -78,6 +79,7 @@ def describe(
         execution=execution,
         device=computed.device if execution else "",
         precision=computed.precision if execution else "",
+        deterministic=config.run.deterministic,
         method=config.outer.method,
         paces=config.rounds.paces,
         unit=task.unit,
@@ -154,14 +156,15 @@ class LocalRun:
 
     def run(self) -> None:
         """Runs to the end. If a stop is requested, it writes a checkpoint and raises `StopRequested`."""
-        trainer = self._make_trainer(self.execution)
-        try:
-            self.begin()
-            while not self.advance():
-                trainer = self._compute(trainer)
-        except StopRequested:
-            self._save_if(True)
-            raise
+        with deterministic_algorithms(self.config.run.deterministic):
+            trainer = self._make_trainer(self.execution)
+            try:
+                self.begin()
+                while not self.advance():
+                    trainer = self._compute(trainer)
+            except StopRequested:
+                self._save_if(True)
+                raise
 
     def _compute(self, trainer: Trainer) -> Trainer:
         """Computes rounds that the clock waits for. Returns what computes the next ones."""

@@ -65,6 +65,8 @@ class RunFacts(Struct, frozen=True, kw_only=True):
     """What computed a simulation: cpu, or the name of the GPU."""
     precision: str = ""
     """To what a simulation rounded the operands of products: fp32 (not at all), tf32 or bf16."""
+    deterministic: bool = False
+    """Whether a simulation used deterministic algorithms alone, where torch has them."""
     plugins: dict[str, str] = {}
     """What the config names from other packages, such as "method mine" -> the package that brings it."""
     parameters: int = 0

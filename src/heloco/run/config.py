@@ -125,6 +125,8 @@ class RunSettings:
     execution: Literal["auto", "stacked", "sequential"] = "auto"
     """How a simulation computes the rounds under way: as one stack of models, or one round after the other. auto: as a stack on a
     GPU, if that serves the model."""
+    deterministic: bool = False
+    """Whether a simulation uses deterministic algorithms, where torch has them. On a GPU others may change the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,7 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 """Field name -> section. Names are unique over the sections, so a flag needs no prefix. Knobs: see `settings.py`."""
 
 GUARD = ("norm_limit", "norm_policy")
-EXECUTION = ("execution", "compile", "recompute")
+EXECUTION = ("execution", "compile", "recompute", "deterministic")
 DERIVED: dict[str, tuple[str, ...]] = {
     "preset": ("width", "layers", "heads", "context", "hf", "lr"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer", "lr"),
