@@ -28,7 +28,7 @@ from heloco.engine.local import Collector, StopRequested
 from heloco.study.grid import Place, digest, grid, total_steps
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import Tasks
-from heloco.study.spec import load_study
+from heloco.study.spec import find_study
 
 REPORT_EVERY_S = 20
 SAFETY = 0.9  # of the time that is left: what is begun after the + should also end
@@ -81,7 +81,7 @@ class Keeper:
 
 def places_of(spec: str, settings: dict[str, object], scale: str) -> list[Place]:
     name, seeds, languages = [*spec.split("@"), "", ""][:3]
-    places = grid(load_study(name), scale=scale, seeds=1, settings=settings | ({"languages": languages} if languages else {}))
+    places = grid(find_study(name), scale=scale, seeds=1, settings=settings | ({"languages": languages} if languages else {}))
     chosen = [int(seed) for seed in seeds.split(",")] if seeds else [0]
     return [replace(p, seed=s, config=replace(p.config, run=replace(p.config.run, seed=s))) for s in chosen for p in places]
 

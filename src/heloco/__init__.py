@@ -30,6 +30,7 @@ _HOME = {
     "register_weight": "heloco.policy",
     "register_shards": "heloco.policy",
     "register_task": "heloco.task",
+    "register_inner_optimizer": "heloco.inner",
     "Knob": "heloco.knobs",
     "Round": "heloco.synchronizer",
     "Contribution": "heloco.synchronizer",
@@ -40,6 +41,8 @@ _HOME = {
     "Result": "heloco.engine.simulate",
     "load_run": "heloco.report.run_data",
     "RunData": "heloco.report.run_data",
+    "load_study": "heloco.study.study_data",
+    "StudyData": "heloco.study.study_data",
     "join": "heloco.cluster.client.join_own_loop",
     "JoinedLoop": "heloco.cluster.client.joined_loop",
     "HeLoCoCallback": "heloco.cluster.client.hf_callback",
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from heloco.engine.simulation import Simulation as Simulation
     from heloco.errors import RunStopped as RunStopped
     from heloco.errors import UserError as UserError
+    from heloco.inner import register_inner_optimizer as register_inner_optimizer
     from heloco.knobs import Knob as Knob
     from heloco.methods import METHODS as METHODS
     from heloco.methods import Method as Method
@@ -77,6 +81,8 @@ if TYPE_CHECKING:
     from heloco.policy import register_weight as register_weight
     from heloco.report.run_data import RunData as RunData
     from heloco.report.run_data import load_run as load_run
+    from heloco.study.study_data import StudyData as StudyData
+    from heloco.study.study_data import load_study as load_study
     from heloco.synchronizer import Arrival as Arrival
     from heloco.synchronizer import Contribution as Contribution
     from heloco.synchronizer import Round as Round

@@ -1,15 +1,62 @@
-"""What a run can name: built in, registered from Python, or offered by an installed package through an entry point."""
+"""What a run can name: built in, registered from Python, or offered by an installed package through an entry point.
 
+Modules that register something can be named in the environment (`--plugin` puts them there). Every process imports them before it
+looks for what it does not know.
+"""
+
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from heloco.errors import UserError, nearest
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9._-]*")
+UNNAMED = "unnamed"
+"""What a function without a name of its own, such as a lambda, is registered as."""
+PLUGINS = "HELOCO_PLUGINS"
+"""The environment variable with the plugins: modules, or files of Python, separated as the folders in PATH are."""
+PLUGIN_FLAG = "--plugin"
+_plugin_of_module: dict[str, str] = {}
+"""The plugins that were imported, by the names of their modules."""
+
+
+def import_plugins() -> None:
+    """Imports the plugins that the environment names, each once in a process. Raises UserError if one cannot be imported."""
+    for plugin in filter(None, os.environ.get(PLUGINS, "").split(os.pathsep)):
+        is_file = plugin.endswith(".py")
+        module = Path(plugin).stem if is_file else plugin
+        if module in _plugin_of_module:
+            continue
+        _plugin_of_module[module] = plugin  # first: what it registers may ask for plugins itself
+        try:
+            _import_file(module, plugin) if is_file else import_module(module)
+        except BaseException as error:
+            del _plugin_of_module[module]
+            if not isinstance(error, Exception):
+                raise
+            reason = str(error) if isinstance(error, UserError) else repr(error)
+            remedy = (
+                " Give a file such as ./my_rules.py, or an installed module." if isinstance(error, ImportError | OSError) else ""
+            )
+            raise UserError(f"The plugin {plugin} cannot be imported: {reason}.{remedy}") from error
+
+
+def _import_file(name: str, path: str) -> None:
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # its name ends with .py
+    sys.modules[name] = module = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
 
 
 class NotInstalled(UserError):
@@ -44,8 +91,19 @@ class Registry(Mapping[str, T], Generic[T]):
         self.registered[name] = self._prepare(name, item)
         self._registrants[name] = _calling_module()
 
+    def name_of(self, item: Any) -> str:
+        """The name of a function, a class or an object, under which it is registered here if it is not known yet."""
+        name = getattr(item, "name", None) or getattr(item, "__name__", type(item).__name__)
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            name = UNNAMED
+        if self._built_in.get(name) is not item and self.registered.get(name) is not item:
+            self.register(name, item)
+        return name
+
     def find(self, name: str) -> T:
         """The item of this name, or a sentence that says why there is none."""
+        if name not in self._built_in:
+            import_plugins()
         for items in (self._built_in, self.registered, self._package_items):
             if name in items:
                 return items[name]
@@ -53,7 +111,7 @@ class Registry(Mapping[str, T], Generic[T]):
         if not offers:
             raise NotInstalled(
                 f"There is no {self.kind} {name!r} here; {nearest(name, [*self._reserved, *self])} If it is one of your own, "
-                f"install its package here (entry point group {self.group}).",
+                f"install its package here (entry point group {self.group}), or name its module with --plugin.",
                 self.kind, name,
             )  # fmt: skip
         if len(offers) > 1:
@@ -67,8 +125,11 @@ class Registry(Mapping[str, T], Generic[T]):
         return self._package_items[name]
 
     def origin(self, name: str) -> str:
-        """The package (with its version) that offers this item, also if the package itself registered it in this process. Empty
-        if the item is built in, or was registered by somebody else, or no package offers it."""
+        """The package (with its version) that offers this item, also if the package itself registered it in this process; or
+        the flag that names the plugin that registered it. Empty if the item is built in, or was registered by somebody else, or
+        nobody offers it."""
+        if plugin := _plugin_of_module.get(self._registrants.get(name, "")):
+            return f"{PLUGIN_FLAG} {plugin}"
         is_ours = name in self._built_in or name in self._reserved
         offers = [] if is_ours else self._entry_points().get(name, [])
         if name in self.registered:
@@ -107,6 +168,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return isinstance(name, str) and self.get(name) is not None
 
     def __iter__(self) -> Iterator[str]:
+        import_plugins()
         yield from self._built_in
         yield from self.registered
         for name in sorted(self._entry_points().keys() - self._built_in.keys() - self.registered.keys() - set(self._reserved)):

@@ -167,19 +167,19 @@ class Synchronizer:
         return min(1.0, arrivals / self.planned_arrivals) if self.planned_arrivals else 1.0
 
     def receive(self, contribution: Contribution) -> Arrival:
-        """Applies, drops or refuses the contribution of a worker that holds a round, and says what became of it.
-
-        A refused contribution changes nothing but the books: its data goes back to the ledger. Raises ValueError if the worker
-        does not hold this round."""
+        """Applies, drops or refuses the contribution of a worker that holds a round, and says what became of it. A refused one
+        changes nothing but the books: its data goes back to the ledger. Raises ValueError if the worker holds no such round."""
         worker = contribution.worker
         terms = self.rounds_under_way.get(worker)
         if terms is None or (terms.index, terms.version) != (contribution.index, contribution.version):
-            raise ValueError(
-                f"worker {worker} handed in round {contribution.index} of version {contribution.version}, "
-                f"but holds {'none' if terms is None else f'round {terms.index} of version {terms.version}'}."
-            )
+            expected = "none" if terms is None else f"round {terms.index} of version {terms.version}"
+            claim = f"round {contribution.index} of version {contribution.version}"
+            raise ValueError(f"worker {worker} handed in {claim}, but holds {expected}.")
         staleness = self.outer_step - terms.version
-        weight = self.weight(self._arrival_counts(worker, staleness))
+        counts = self._arrival_counts(worker, staleness)
+        weight = self.weight(counts)
+        if self.outer is not None:
+            self.outer.counts = counts
         ruling = self._rule_on(contribution, terms, weight)
         if ruling.verdict == "refused":
             return self._refuse(terms, staleness, ruling)

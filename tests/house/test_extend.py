@@ -22,7 +22,7 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import outer_knobs
 from heloco.run.settings import knob_settings, to_toml
 from heloco.task import TASKS
-from support.extensions import Block, Fading, build_sums, sign_step
+from support.extensions import Block, Fading, build_sums, sign_step, simulated
 from support.repository import REPOSITORY
 from support.runs import heloco
 from support.small_cluster import Hand, opened
@@ -35,20 +35,6 @@ def counting_step(theta: Tensor, m: Tensor, delta: Tensor, rho: float, state: di
     state["arrivals"] = state.get("arrivals", 0) + 1
     state["total"] = state.get("total", torch.zeros_like(m)) + rho * delta
     return theta - lr * state["total"] / state["arrivals"], m
-
-
-def simulated(**settings: Any) -> Any:
-    """A run over half a second of images."""
-    values = {
-        "task": "images",
-        "paces": [1, 1, 4],
-        "arrivals": 6,
-        "inner_steps": 2,
-        "batch_size": 2,
-        "eval_every": 0,
-        "recipe": "plain",
-    }
-    return package.simulate(**{**values, **settings})
 
 
 # ---- outer rules
@@ -223,7 +209,7 @@ def test_a_name_must_fit_flags_and_folders(name):
 def test_what_is_built_in_cannot_be_replaced_and_ones_own_can():
     for register, name in (
         (package.register_method, "mla"), (package.register_weight, "base"), (package.register_shards, "fixed"),
-        (package.register_task, "external"),
+        (package.register_task, "external"), (package.register_inner_optimizer, "muon"),
     ):  # fmt: skip
         with pytest.raises(UserError, match="is built in: choose another name"):
             register(name, sign_step)
@@ -326,7 +312,7 @@ def test_the_page_on_extending_runs_and_so_does_the_example(monkeypatch):
     root = REPOSITORY
     text = (root / "docs" / "extend.md").read_text()
     code = [block.partition("```")[0] for block in text.split("```python\n")[1:]]
-    assert len(code) == 5
+    assert len(code) == 7
     small = {"inner_steps": 1, "batch_size": 1, "eval_every": 0, "eval_windows": 1, "preset": "1m"}
     simulate = package.simulate
 

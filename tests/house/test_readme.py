@@ -21,7 +21,7 @@ from heloco.run import RunConfig, resolve, with_fields
 from heloco.run.config import RECIPES
 from heloco.run.settings import setting_sections
 from heloco.study.grid import grid
-from heloco.study.spec import load_study, names
+from heloco.study.spec import find_study, names
 from support.repository import REPOSITORY
 from support.runs import evals, heloco
 
@@ -164,14 +164,14 @@ def test_every_study_has_the_rows_and_methods_that_are_asked_for(readme):
     assert named
     for parsed in named:
         rows, methods = split_names(parsed.rows, ";"), split_names(parsed.methods, ",")
-        assert grid(load_study(parsed.study), scale=parsed.scale, rows=rows, methods=methods)
+        assert grid(find_study(parsed.study), scale=parsed.scale, rows=rows, methods=methods)
 
 
 def test_a_study_of_ones_own_runs(readme, tmp_path):
     [config_text] = [block.text for block in code_blocks(readme) if block.language == "toml"]
     path = tmp_path / "mine.toml"
     path.write_text(config_text)
-    study = load_study(str(path))
+    study = find_study(str(path))
     assert grid(study, scale="paper", seeds=1)
     result = heloco("study", path, "--scale", "small", "--seeds", "1", cwd=tmp_path)
     assert result.code == 0, result.err

@@ -134,7 +134,7 @@ def test_a_model_that_names_no_head_has_its_last_matrix_as_head():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"inner_optimizer": "adam"}, "inner_optimizer"),
+        ({"inner_optimizer": "adam"}, "There is no inner optimizer 'adam' here; did you mean 'adamw'"),
         ({"inner_momentum": 0.9}, "inner_momentum is a setting of muon and sgd"),
         ({"inner_optimizer": "muon", "inner_momentum": 1.0}, "it must lie in"),
         ({"inner_optimizer": "sgd", "keep_state": True, "second_moment": "rows"}, "sgd has no such state"),

@@ -1,4 +1,4 @@
-"""--log: the numbers arrive in TensorBoard, Weights & Biases and Trackio, and nowhere is anything lost for it."""
+"""--log: the numbers arrive in TensorBoard, Weights & Biases, Trackio and MLflow, and nowhere is anything lost for it."""
 
 import json
 import subprocess
@@ -109,6 +109,58 @@ def test_trackio(tmp_path: Path, plain: Path, offline: None) -> None:  # noqa: A
     output = subprocess.run([sys.executable, "-c", query], check=True, capture_output=True, text=True, timeout=60).stdout
     losses = [line["validation/loss"] for line in json.loads(output.splitlines()[-1]) if "validation/loss" in line]
     assert losses == pytest.approx([line["mean"]["loss"] for line in tape(plain, "evals.jsonl")])
+
+
+@pytest.fixture
+def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder that MLflow writes to; its small package knows no databases."""
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    store = (tmp_path / "mlflow").as_uri()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    return store
+
+
+def test_mlflow(tmp_path: Path, plain: Path, mlflow_store: str) -> None:
+    from mlflow import MlflowClient
+
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "mlflow"]) == 0
+    assert (tmp_path / "run" / "tape.jsonl").read_text() == (plain / "tape.jsonl").read_text()
+    client = MlflowClient(mlflow_store)
+    experiment = client.get_experiment_by_name("heloco")
+    assert experiment is not None
+    [logged_run] = client.search_runs([experiment.experiment_id])
+    assert (logged_run.info.run_name, logged_run.info.status) == ("run", "FINISHED")
+    assert logged_run.data.params["outer.method"] == "heloco-ramp" and logged_run.data.params["run.seed"] == "0"
+    history = client.get_metric_history(logged_run.info.run_id, "validation/loss")
+    assert {metric.step: metric.value for metric in history} == {
+        line["arrival"]: line["mean"]["loss"] for line in tape(plain, "evals.jsonl")
+    }
+    history = client.get_metric_history(logged_run.info.run_id, "arrival/staleness")
+    assert sorted((metric.step, metric.value) for metric in history) == [
+        (line["arrival"], line["staleness"]) for line in tape(plain)
+    ]
+
+
+def test_the_seeds_of_a_run_are_runs_of_their_own(tmp_path: Path, mlflow_store: str) -> None:
+    from mlflow import MlflowClient
+
+    assert run(["train", *TINY, "--out", str(tmp_path / "mine"), "--log", "mlflow", "--seeds", "2"]) == 0
+    client = MlflowClient(mlflow_store)
+    experiment = client.get_experiment_by_name("heloco")
+    assert experiment is not None
+    losses = {each.info.run_name: each.data.metrics["validation/loss"] for each in client.search_runs([experiment.experiment_id])}
+    assert losses == {
+        f"mine/seed-{seed}": tape(tmp_path / "mine" / f"seed-{seed}", "evals.jsonl")[-1]["mean"]["loss"] for seed in (0, 1)
+    }
+
+
+def test_trackio_follows_one_run_at_a_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: True)
+    assert run(["train", *TINY, "--out", str(tmp_path / "run"), "--log", "trackio", "--seeds", "2"]) == 2
+    assert "--log trackio follows one run at a time" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_an_unknown_or_missing_log_is_refused_before_anything_is_begun(

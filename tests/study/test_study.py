@@ -11,7 +11,7 @@ import torch
 
 from heloco.study.output import Folder, write_results
 from heloco.study.plan import carry_out, make_plan
-from heloco.study.spec import load_study, names
+from heloco.study.spec import find_study, names
 from support.nursery import Fault
 from support.runs import Done, digests, heloco
 
@@ -271,7 +271,7 @@ def test_killed_it_leaves_whole_runs_and_goes_on(whole, tmp_path, nursery):
 
 def test_the_first_seeds_runs_come_first(whole):
     assert whole.exists()
-    plan = make_plan(load_study("table1"), scale="small", seeds=2, rows=["1,6,6,6,6"])
+    plan = make_plan(find_study("table1"), scale="small", seeds=2, rows=["1,6,6,6,6"])
     assert [run.config.run.seed for run in plan.runs.values()] == [0] * 5 + [1] * 5
 
 
@@ -334,7 +334,7 @@ def test_a_task_of_ones_own(tmp_path, one_thread):  # noqa: ARG001
 
         return DatasetTask(model, loss, shards=parts, validation=parts), config
 
-    chosen = load_study(str(write_study(tmp_path, TABLES, "own")))
+    chosen = find_study(str(write_study(tmp_path, TABLES, "own")))
     plan = make_plan(chosen, scale="small", seeds=1, methods=["mla", "heloco-ramp", "sync-nesterov"], build_task=build_task)
     folder = Folder(tmp_path / "results", "own")
     carry_out(plan, folder.store, device=torch.device("cpu"))

@@ -21,7 +21,7 @@ from heloco.study.grid import digest, grid, once_for_all_paces, row_time, settin
 from heloco.study.kept_runs import RunStore, make_record
 from heloco.study.plan import make_plan
 from heloco.study.results import PlacedRun
-from heloco.study.spec import SCALES, GridPart, Study, load_study, names
+from heloco.study.spec import SCALES, GridPart, Study, find_study, names
 from heloco.synchronizer import Contribution, Synchronizer
 from support.repository import REPOSITORY
 
@@ -44,7 +44,7 @@ COMPUTED = Provenance(device="cpu", precision="fp32", torch="2.13.0")
 
 
 def runs_of(name: str, scale: str) -> dict[str, RunConfig]:
-    return {digest(place.config, ""): place.config for place in grid(load_study(name), scale=scale, seeds=1)}
+    return {digest(place.config, ""): place.config for place in grid(find_study(name), scale=scale, seeds=1)}
 
 
 def test_these_are_the_studies():
@@ -54,7 +54,7 @@ def test_these_are_the_studies():
 @pytest.mark.parametrize("scale", ["paper", "small"])
 @pytest.mark.parametrize("name", RUNS)
 def test_every_run_of_a_study_resolves_and_equal_ones_are_merged(name, scale):
-    study = load_study(name)
+    study = find_study(name)
     places = grid(study, scale=scale, seeds=1)
     assert len({place.name for place in places}) == len(places)
     assert len(runs_of(name, scale)) == RUNS[name]
@@ -104,7 +104,7 @@ def test_evaluations_are_a_small_part_of_what_a_study_adds():
 
 
 def test_the_grid_is_in_the_order_of_the_seeds():
-    assert [place.seed for place in grid(load_study("flexible"), scale="small", seeds=3)] == [0] * 13 + [1] * 13 + [2] * 13
+    assert [place.seed for place in grid(find_study("flexible"), scale="small", seeds=3)] == [0] * 13 + [1] * 13 + [2] * 13
 
 
 def test_a_study_has_its_own_first_seed_and_rows_with_more_seeds(tmp_path):
@@ -112,28 +112,28 @@ def test_a_study_has_its_own_first_seed_and_rows_with_more_seeds(tmp_path):
     path.write_text(
         'like = "table1"\nfirst_seed = 7\n[rows]\na = { seeds = 4 }\nb = { paces = [1, 1, 2, 2, 2] }\n[methods]\nmla = {}'
     )
-    study = load_study(str(path))
+    study = find_study(str(path))
     assert [(place.row, place.seed) for place in grid(study, scale="small")] == [
         ("a", 7), ("b", 7), ("a", 8), ("b", 8), ("a", 9), ("b", 9), ("a", 10),
     ]  # fmt: skip
     assert [(place.row, place.seed) for place in grid(study, scale="small", seeds=1)] == [("a", 7), ("b", 7)]
     path.write_text('like = "table1"\n[rows]\na = { seeds = 0 }\n')
     with pytest.raises(UserError, match=r"own.toml: seeds of 'a' must be a whole number ≥ 1"):
-        load_study(str(path))
+        find_study(str(path))
 
 
 # ---- the paper's numbers
 
 
 def test_table_1s_times_come_out_exactly():
-    study = load_study("table1")
+    study = find_study("table1")
     assert len(study.rows) == 13
     for row in study.rows:
         assert row_time(study, "paper", row) == study.paper_number(row, "time_s")
 
 
 def test_table_1_is_as_printed(shared):
-    study = load_study("table1")
+    study = find_study("table1")
     with (shared / "paper" / "table1.csv").open() as file:
         printed = list(csv.DictReader(file))
     assert [line["paces"] for line in printed] == list(study.rows)
@@ -150,7 +150,7 @@ def test_table_1_is_as_printed(shared):
 
 
 def test_the_papers_gains_follow_from_its_losses_but_for_the_row_that_mixes_two_runs():
-    study = load_study("table1")
+    study = find_study("table1")
     for row in study.rows:
         ours = study.paper_number(row, "loss", "heloco")
         for method in ("mla", "async-nesterov", "sync-nesterov"):
@@ -161,7 +161,7 @@ def test_the_papers_gains_follow_from_its_losses_but_for_the_row_that_mixes_two_
 
 
 def test_section_4_1s_shares_and_staleness_come_out():
-    place = next(p for p in grid(load_study("convergence"), scale="paper", seeds=1) if p.row == "non-iid-unequal")
+    place = next(p for p in grid(find_study("convergence"), scale="paper", seeds=1) if p.row == "non-iid-unequal")
     config, order = place.config, ("de", "en", "es", "fr", "it")
     steps = inner_steps("constant", 20, config.rounds.paces)
     _, shares = summarize(schedule(paces_s=config.rounds.paces, inner_steps=steps, arrivals=500), steps)
@@ -178,10 +178,10 @@ def test_section_4_1s_shares_and_staleness_come_out():
 # ---- what is dropped
 
 
-@pytest.mark.parametrize("row", load_study("dropping").rows)
+@pytest.mark.parametrize("row", find_study("dropping").rows)
 @pytest.mark.parametrize("action", ["zero", "skip"])
 def test_exactly_what_the_slow_workers_hand_in_is_dropped(row, action):
-    study = load_study("dropping")
+    study = find_study("dropping")
     [place] = grid(study, scale="paper", seeds=1, rows=[row], methods=[f"heloco-ramp-{action}"])
     paces, outer = place.config.rounds.paces, place.config.outer
     synchronizer = Synchronizer(
@@ -225,7 +225,7 @@ def test_behind_a_barrier_one_run_stretched_is_the_run_of_any_paces(paces, one_t
         LocalRun(task, config, observers=[collected]).run()
         return make_record(config, task.digest, COMPUTED, collected)
 
-    [place, *_] = grid(load_study("table1"), scale="small", seeds=1, methods=["sync-nesterov"])
+    [place, *_] = grid(find_study("table1"), scale="small", seeds=1, methods=["sync-nesterov"])
     theirs = run(real)
     ours = PlacedRun(replace(place, stretch=stretch), run(folded))
     assert ours.times_s == pytest.approx(theirs.evals.time_s, rel=1e-12)
@@ -242,7 +242,7 @@ def test_behind_a_barrier_one_run_stretched_is_the_run_of_any_paces(paces, one_t
 
 
 def test_behind_a_barrier_a_methods_own_eval_every_holds_and_a_studys_does_not():
-    [table1, convergence] = (load_study(name) for name in ("table1", "convergence"))
+    [table1, convergence] = (find_study(name) for name in ("table1", "convergence"))
     assert (table1.settings["eval_every"], convergence.settings["eval_every"]) == (20, 50)
     for study, scale, every in (
         (table1, "paper", 5),
@@ -270,7 +270,7 @@ def test_what_paces_decide_behind_a_barrier_is_not_folded():
 @pytest.mark.parametrize("scale", SCALES)
 def test_studies_have_no_norm_guard_and_their_digests_know_nothing_of_it(name, scale):
     """Their runs were kept before there was one."""
-    for place in grid(load_study(name), scale=scale, seeds=1):
+    for place in grid(find_study(name), scale=scale, seeds=1):
         assert place.config.outer.norm_limit == "off"
         assert not {"norm_limit", "norm_policy"} & settings_of(place.config).keys()
 
@@ -282,7 +282,7 @@ def test_the_runs_in_the_results_are_those_of_the_studies():
     def text_of(settings: dict[str, object]) -> str:
         return json.dumps({name: value for name, value in settings.items() if name not in told_by_data}, sort_keys=True)
 
-    planned = {text_of(settings_of(place.config)) for name in names() for place in grid(load_study(name), scale="paper")}
+    planned = {text_of(settings_of(place.config)) for name in names() for place in grid(find_study(name), scale="paper")}
     records = [json.loads(path.read_text()) for path in (REPOSITORY / "results" / "runs").glob("*.json")]
     assert len(records) > 100
     assert {text_of(record["settings"]) for record in records} <= planned
@@ -290,7 +290,7 @@ def test_the_runs_in_the_results_are_those_of_the_studies():
 
 def test_a_study_may_have_a_norm_guard():
     [place] = grid(
-        load_study("table1"),
+        find_study("table1"),
         scale="small",
         seeds=1,
         rows=["1,1,1,1,1"],
@@ -313,7 +313,7 @@ def test_a_runs_digest_knows_what_decides_it_and_nothing_else():
 
 def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
     for name in ("convergence", "table1", "sensitivity"):
-        places = grid(load_study(name), scale="paper", seeds=1)
+        places = grid(find_study(name), scale="paper", seeds=1)
         largest = max(places, key=lambda p: (p.config.run.arrivals / p.config.run.eval_every, len(p.config.rounds.paces)))
         config = replace(largest.config, input=replace(largest.config.input, languages=["de", "en", "es", "fr", "it"]))
         collected = Collector(
@@ -341,7 +341,7 @@ def test_a_run_of_the_largest_study_is_kept_in_under_12_kb(tmp_path):
 
 
 def test_more_workers_repeat_the_pattern_of_paces():
-    places = {place.method: place.config for place in grid(load_study("sensitivity"), scale="paper", seeds=1)}
+    places = {place.method: place.config for place in grid(find_study("sensitivity"), scale="paper", seeds=1)}
     for count in (10, 20, 40, 64):
         paces = places[f"K-{count}"].rounds.paces
         assert len(paces) == count and all(pace == [1, 1, 6, 6, 6][i % 5] for i, pace in enumerate(paces))
@@ -351,7 +351,7 @@ def test_more_workers_repeat_the_pattern_of_paces():
 
 def test_the_equal_gain_of_async_nesterov():
     """Steady state: m = ρΔ/(1−μ), so θ moves by η·ρΔ·(1 + μ/(1−μ)); MLA's m = ρΔ, so it moves by η·ρΔ·(1 + μ)."""
-    places = {place.method: place.config.outer for place in grid(load_study("ablation"), scale="paper", seeds=1)}
+    places = {place.method: place.config.outer for place in grid(find_study("ablation"), scale="paper", seeds=1)}
     nesterov, mla = places["async-nesterov-equal-gain"].knobs, places["mla"].knobs
     gain = nesterov["outer_lr"] / (1 - nesterov["momentum"])
     assert gain == pytest.approx(mla["outer_lr"] * (1 + mla["momentum"]), rel=1e-2)
@@ -362,9 +362,9 @@ def test_the_equal_gain_of_async_nesterov():
 
 
 def test_runs_with_equal_data_model_and_seed_share_one_task():
-    plan = make_plan(load_study("sensitivity"), scale="small", seeds=2)
+    plan = make_plan(find_study("sensitivity"), scale="small", seeds=2)
     assert len({id(run.task) for run in plan.runs.values()}) == 2
-    convergence = make_plan(load_study("convergence"), scale="small", seeds=1)
+    convergence = make_plan(find_study("convergence"), scale="small", seeds=1)
     assert len({id(run.task) for run in convergence.runs.values()}) == 2  # by source and IID
     assert plan.data == convergence.data
 

@@ -38,3 +38,17 @@ def build_sums(config: RunConfig) -> package.Task:
         return (model(batch[0]) - batch[1]).square().mean()
 
     return package.DatasetTask(model, loss, {"a": data[:32], "b": data[32:]}, validation={"all": data[::4]}, seed=config.run.seed)
+
+
+def simulated(**settings: Any) -> Any:
+    """A run over half a second of images."""
+    values = {
+        "task": "images",
+        "paces": [1, 1, 4],
+        "arrivals": 6,
+        "inner_steps": 2,
+        "batch_size": 2,
+        "eval_every": 0,
+        "recipe": "plain",
+    }
+    return package.simulate(**{**values, **settings})

@@ -3,31 +3,40 @@
 import argparse
 import ast
 import inspect
+import os
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args, get_origin
 
 from heloco.errors import UserError, nearest
+from heloco.registry import PLUGIN_FLAG, PLUGINS, import_plugins
 
 if TYPE_CHECKING:
     from heloco.run.config import RunConfig, Settings
+
+PLUGIN_HELP = "import this module, or file, before: it registers rules, weights, tasks, … of your own (docs/extend.md)"
 
 
 class Parser(argparse.ArgumentParser):
     """argparse with full sentences as errors. `add_flags(parser)` is called when the parser is used: one of some twenty is."""
 
-    def __init__(self, *args: Any, add_flags: "Callable[[Parser], None] | None" = None, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, add_flags: "Callable[[Parser], None] | None" = None, has_plugins: bool = False, **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._add_flags = add_flags
+        self._add_flags, self._has_plugins = add_flags, has_plugins
         self._negative_number_matcher = re.compile(r"-(\.?\d|inf|nan)")  # `--paces -1,2` is a bad value, not a flag
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         if self._add_flags is not None:
             self._add_flags(self)
             self._add_flags = None
+            if self._has_plugins:
+                self.add_argument(PLUGIN_FLAG, metavar="MODULE", help=PLUGIN_HELP)
         return super().parse_known_args(*args, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -49,6 +58,27 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"There is no option {word} for `{command.prog}`; {nearest(word, options)}")
             raise UserError(f"`{command.prog}` does not know what to do with {word!r}: see `{command.prog} --help`.")
         return arguments
+
+
+def take_plugins(words: list[str]) -> list[str]:
+    """The words without `--plugin MODULE`, wherever it stands. The modules are imported here, before rules' knobs become flags,
+    and in all processes that this one starts."""
+    rest, plugins = [], []
+    remaining = iter(words)
+    for word in remaining:
+        flag, sign, value = word.partition("=")
+        plugin = (value if sign else next(remaining, "")) if flag == PLUGIN_FLAG else None
+        if plugin is None:
+            rest.append(word)
+        elif plugin:
+            plugins.append(str(Path(plugin).resolve()) if plugin.endswith(".py") else plugin)
+        else:
+            raise UserError(f"{PLUGIN_FLAG} needs the name of a module, or a file such as ./my_rules.py.")
+    if plugins:
+        earlier = os.environ.get(PLUGINS, "").split(os.pathsep)
+        os.environ[PLUGINS] = os.pathsep.join(dict.fromkeys(filter(None, (*earlier, *plugins))))
+        import_plugins()
+    return rest
 
 
 @cache

@@ -14,7 +14,7 @@ import heloco
 from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, add_tokens_flags, evict, pause, tokens, unpause
 from heloco.cli.admin import stop as stop_run
 from heloco.cli.doctor import add_doctor_flags, doctor
-from heloco.cli.flags import Parser, add_config_flags, fail, given_fields, warn_of_rates
+from heloco.cli.flags import Parser, add_config_flags, fail, given_fields, take_plugins, warn_of_rates
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
 from heloco.cli.journal_commands import add_replay_flags, add_rollback_flags, replay, rollback
 from heloco.cli.methods_command import add_methods_flags, methods
@@ -22,12 +22,16 @@ from heloco.cli.plan_command import add_plan_flags, plan
 from heloco.cli.report_command import add_compare_flags, add_report_flags, compare, report, report_command
 from heloco.cli.serve import add_serve_flags, serve, train_on_ray, with_seats
 from heloco.cli.study_command import add_study_flags, study
+from heloco.cli.train_seeds import seed_count, train_seeds
 from heloco.cli.watch import add_watch_flags, watch
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
     from heloco.engine.local import LocalRun
     from heloco.run import RunConfig, RunFolder
+
+WITH_PLUGINS = ("train", "resume", "eval", "export", "schedule", "methods", "serve", "join", "replay", "rollback", "study")
+"""The commands that build something a run names."""
 
 
 def main() -> None:
@@ -37,7 +41,7 @@ def main() -> None:
 def run(words: list[str], *, is_program: bool = False) -> int:
     """Runs a command line, and returns its exit code. `is_program`: the process does nothing else, so a command may fork it."""
     try:
-        arguments = parser().parse_all(words)
+        arguments = parser().parse_all(take_plugins(words))
         arguments.is_program = is_program
         command: Callable[[argparse.Namespace], int] = arguments.command
         return command(arguments)
@@ -57,7 +61,9 @@ def parser() -> Parser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
 
     def add(name: str, command: Callable[[argparse.Namespace], int], add_flags: Callable[[Parser], None], about: str) -> None:
-        parser = commands.add_parser(name, help=about, description=about, allow_abbrev=False, add_flags=add_flags)
+        parser = commands.add_parser(
+            name, help=about, description=about, allow_abbrev=False, add_flags=add_flags, has_plugins=name in WITH_PLUGINS
+        )
         parser.set_defaults(command=command, parser=parser)
 
     add("train", train, add_train_flags, "Train one model with unequal workers under a virtual clock, on this machine.")
@@ -98,12 +104,13 @@ def add_train_flags(parser: Parser) -> None:
     parser.add_argument("--recipe", metavar="NAME", default="best", help="best, paper (the paper's setting) or plain [best]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's folder [runs/METHOD-001, …]")
     parser.add_argument("--engine", metavar="{simulation,ray}", default="simulation", help="a virtual clock, or real workers")
+    parser.add_argument("--seeds", metavar="N", help="train with N seeds, from --seed on, and show the mean; a folder each")
     add_log_flag(parser)
     add_config_flags(parser)
 
 
 def add_resume_flags(parser: Parser) -> None:
-    parser.add_argument("folder", type=Path, metavar="RUN")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="RUN", help="several are resumed one after the other")
     parser.add_argument("--data", metavar="DIR", help="where the run's data is now, if it was moved")
     add_log_flag(parser)
 
@@ -141,7 +148,7 @@ def add_schedule_flags(parser: Parser) -> None:
 
 
 def add_log_flag(parser: Parser) -> None:
-    parser.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio")
+    parser.add_argument("--log", metavar="NAME,…", default="", help="also log to tensorboard, wandb, trackio, mlflow")
 
 
 def logs_of(arguments: argparse.Namespace) -> list[str]:
@@ -158,7 +165,7 @@ def train(arguments: argparse.Namespace) -> int:
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
     from heloco.run.settings import read_toml, with_recipe
 
-    logs = logs_of(arguments)
+    logs, seeds = logs_of(arguments), seed_count(arguments)
     flags = given_fields(arguments)
     settings = (read_toml(arguments.config, overridden=flags) if arguments.config else {}) | flags
     is_real = arguments.engine == "ray"
@@ -167,6 +174,8 @@ def train(arguments: argparse.Namespace) -> int:
     warn_of_rates(config)
     if arguments.out:
         RunFolder.check_free(arguments.out)
+    if seeds:
+        return train_seeds(config, seeds, arguments.out, logs)
     if is_real:
         return train_on_ray(config, arguments.out or make_next(Path("runs"), config.outer.method), logs)
     with show_preparation() as progress:
@@ -179,6 +188,14 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def resume(arguments: argparse.Namespace) -> int:
+    logs = logs_of(arguments)
+    for path in arguments.folders:
+        if code := resume_run(path, arguments.data, logs):
+            return code
+    return 0
+
+
+def resume_run(path: Path, data: str | None, logs: list[str]) -> int:
     import torch
 
     from heloco.engine.build import model_digest
@@ -188,7 +205,7 @@ def resume(arguments: argparse.Namespace) -> int:
     from heloco.run import RunFolder
     from heloco.run.checkpoint import NO_LINES
 
-    folder, logs = RunFolder.open(arguments.folder), logs_of(arguments)
+    folder = RunFolder.open(path)
     if (folder.path / JOURNAL).exists():
         raise UserError(f"{folder.path} is a run on real machines: `heloco serve {folder.path}` goes on with it.")
     config, facts = folder.config(), folder.facts()
@@ -202,7 +219,7 @@ def resume(arguments: argparse.Namespace) -> int:
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
     torch.set_num_threads(facts.threads)  # the inner steps' sums depend on it, to the bit
-    task = rebuild_task(config, arguments.data)
+    task = rebuild_task(config, data)
     if task.digest != facts.task_digest:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."

@@ -37,14 +37,14 @@ def study(arguments: argparse.Namespace) -> int:
     from heloco.report.table_text import wide_console
     from heloco.study.display import list_table
     from heloco.study.output import Folder
-    from heloco.study.spec import SCALES, load_study
+    from heloco.study.spec import SCALES, find_study
 
     if arguments.list:
         wide_console().print(list_table())
         return 0
     if arguments.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")
-    selected_study = load_study(arguments.study)
+    selected_study = find_study(arguments.study)
     if arguments.scale not in SCALES:
         raise UserError(f"There is no scale {arguments.scale!r}; {nearest(arguments.scale, SCALES)}")
     if arguments.data is None and arguments.scale == "paper":

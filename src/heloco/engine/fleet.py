@@ -20,20 +20,20 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from heloco.engine.build import file_sizes
 from heloco.engine.determinism import deterministic_algorithms
-from heloco.engine.local import Collector, LocalRun, StopRequested
+from heloco.engine.local import Collector, LocalRun, Observer, StopRequested
 from heloco.engine.schedule import chains, planned_arrivals
 from heloco.engine.stack_limits import SLICE_COPIES, WIDEST, free_memory, model_bytes, run_bytes
 from heloco.errors import RunStopped, UserError
 from heloco.inner import InnerOptions
 from heloco.inner.stacked import Job, Results, StackedInner, check_stackable, kind_of
-from heloco.run import RunConfig
+from heloco.run import RunConfig, RunFolder
 from heloco.synchronizer import Round
 from heloco.task import Task
 from heloco.task.language import LanguageTask
@@ -51,6 +51,9 @@ class PlannedRun:
     key: str
     task: Task
     config: RunConfig
+    folder: RunFolder | None = None
+    """The folder that the run is written to. Its records then go to `observers`, and are not collected."""
+    observers: Sequence[Observer] = ()
 
 
 class Watcher(Protocol):
@@ -60,7 +63,7 @@ class Watcher(Protocol):
         """Called after each wave with the inner steps that are done and those of all runs."""
 
     def on_finish(self, key: str, collector: Collector) -> None:
-        """Called with the tape and evaluations of a run that reached its last arrival."""
+        """Called with the tape and evaluations of a run that reached its last arrival; empty if the run has a folder."""
 
     def on_divergence(self, key: str, reason: str, collector: Collector) -> None:
         """Called with what there is of a run that was stopped because its numbers are not finite."""
@@ -70,9 +73,14 @@ def run_fleet(
     planned_runs: Sequence[PlannedRun], watcher: Watcher, *, device: torch.device, is_stopping: Callable[[], bool] = lambda: False
 ) -> None:
     """Carries out all runs; `StopRequested` when `is_stopping()` turned true. Those that ended were handed to the watcher."""
-    deterministic = any(each.config.run.deterministic for each in planned_runs)
-    with deterministic_algorithms(deterministic), rounded_products(device), host_work_first(device):
-        Fleet(planned_runs, watcher, device, is_stopping).run()
+    carry_out(Fleet(planned_runs, watcher, device, is_stopping))
+
+
+def carry_out(fleet: "Fleet") -> None:
+    """Runs the fleet with what its device does best."""
+    deterministic = any(member.planned_run.config.run.deterministic for member in fleet.waiting)
+    with deterministic_algorithms(deterministic), rounded_products(fleet.device), host_work_first(fleet.device):
+        fleet.run()
 
 
 def host_work_first(device: torch.device) -> AbstractContextManager[Any]:
@@ -103,6 +111,13 @@ class _Member:
     collector: Collector = field(default_factory=Collector)
     busy_workers: set[int] = field(default_factory=set)
     """Workers whose rounds are being computed."""
+
+    def make_run(self, model: nn.Module) -> LocalRun:
+        """The run itself. `model` has the task's initial parameters."""
+        plan = self.planned_run
+        has_folder = plan.folder is not None
+        observers: list[Observer] = list(plan.observers) if has_folder else [self.collector]
+        return LocalRun(plan.task, plan.config, folder=plan.folder, observers=observers, model=model, block_numbers=has_folder)
 
     @property
     def stack_key(self) -> StackKey:
@@ -161,10 +176,17 @@ class Fleet:
             while len(under_way) < self._waves and (wave := self._pick()):
                 under_way.append((wave, self._begin(wave)))
             if self.is_stopping():
-                raise StopRequested
+                self._stop()
             if under_way:  # else the last of those that ran ended as they were admitted
                 self._take_in(*under_way.popleft())
                 self.watcher.on_progress(min(self.steps_done, self.steps_total), self.steps_total)
+
+    def _stop(self) -> NoReturn:
+        """Saves the runs that have a folder. What is being computed is lost, and computed again when they go on."""
+        for member in self.running:
+            assert member.run is not None
+            member.run.save()
+        raise StopRequested
 
     def _begin(self, wave: Wave) -> Results:
         for member, worker_round in wave:
@@ -218,9 +240,7 @@ class Fleet:
             if self.running and bytes_in_use + self._run_bytes(self.waiting[0]) > SHARE_OF_RUNS * self._memory:
                 return
             member = self.waiting.pop(0)
-            task, config = member.planned_run.task, member.planned_run.config
-            model = copy.deepcopy(self._model(task))
-            member.run = LocalRun(task, config, observers=[member.collector], model=model, block_numbers=False)
+            member.run = member.make_run(copy.deepcopy(self._model(member.planned_run.task)))
             self.running.append(member)
             member.run.begin()
             self._advance(member)
@@ -266,6 +286,9 @@ def make_member(order: int, planned_run: PlannedRun) -> _Member:
     """Works out the schedule of a run, without training. Raises UserError if a stack cannot honour its settings."""
     config = planned_run.config
     check_stackable(config.inner)
+    if config.inner.has_own_optimizer:
+        name = config.inner.inner_optimizer
+        raise UserError(f"A study computes many runs as one stack of models, which cannot have the inner optimizer {name}.")
     if config.run.execution == "sequential" or config.links.overlap:
         name = "overlap" if config.links.overlap else "execution"
         raise UserError(f"{name} is set, but a study computes the rounds of many runs as one stack of models: leave it out.")

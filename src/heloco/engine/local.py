@@ -263,6 +263,10 @@ class LocalRun:
 
     # ---- state
 
+    def save(self) -> None:
+        """Writes a checkpoint if the newest one is older than the run. Without a folder it does nothing."""
+        self._save_if(True)
+
     def _save_if(self, due: bool) -> None:
         if due and self._saved_at != self.synchronizer.arrivals:
             self._save()

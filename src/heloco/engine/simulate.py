@@ -10,15 +10,17 @@ from typing import Any
 from torch import nn
 
 from heloco.engine.build import build_task
-from heloco.engine.local import Collector, LocalRun, describe
+from heloco.engine.local import Collector, LocalRun, Observer, describe
+from heloco.engine.progress_bar import progress_bar
 from heloco.errors import UserError
+from heloco.methods import Method
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.argument_names import in_python, python_errors
 from heloco.run.config import FIELDS
 from heloco.run.rates import rate_warnings
-from heloco.run.settings import with_recipe
+from heloco.run.settings import NAMED, with_recipe
 from heloco.task import Task
 
 
@@ -53,17 +55,23 @@ class Result:
 def simulate(
     task: Task | str | None = None,
     *,
-    method: str | None = None,
+    method: Any = None,
     paces: Sequence[float] = (1, 1, 2, 3, 6),
     recipe: str = "best",
     out: str | PathLike[str] | None = None,
+    progress: bool | None = None,
     **settings: Any,
 ) -> Result:
     """Trains `task` (or the one the settings describe: "language", on the built-in languages by default, or "images") with
     unequal workers under a virtual clock. `settings` are the fields of a run's config: inner_steps, arrivals, seed, lr, …; where
     nothing is said, the recipe `best` holds, as in `heloco train`. `recipe="paper"` is the paper's setting.
 
+    `method`, `weight`, `assign` and `inner_optimizer` are names, or what `heloco.register_method` and its like take: a function
+    or a class of your own.
+
     `out`: a folder to write, as `heloco train` does. `heloco report` and `compare` take it, and `heloco.load_run` reads it.
+
+    `progress`: whether a bar shows how far the run is. Unset: in notebooks alone.
     """
     if method is not None:
         settings["method"] = method
@@ -73,6 +81,7 @@ def simulate(
         for name in settings if task is not None else ():
             if FIELDS.get(name) in ("input", "model"):
                 raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
+        name_items(settings)
         config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
         for warning in rate_warnings(config):
             warnings.warn(in_python(warning), stacklevel=2)
@@ -82,12 +91,21 @@ def simulate(
             task, config = build_task(config)
         else:
             config = replace(config, input=replace(config.input, task=type(task).__name__))
-        return _carry_out(task, config, None if out is None else Path(out))
+        with progress_bar(config.run.arrivals, is_shown=progress) as bars:
+            return _carry_out(task, config, None if out is None else Path(out), bars)
 
 
-def _carry_out(task: Task, config: RunConfig, path: Path | None) -> Result:
+def name_items(settings: dict[str, Any]) -> None:
+    """Registers functions and classes that stand in the place of a name, and puts their names there."""
+    for setting, registry in NAMED.items():
+        item = settings.get(setting)
+        if callable(item) or isinstance(item, Method):
+            settings[setting] = registry.name_of(item)
+
+
+def _carry_out(task: Task, config: RunConfig, path: Path | None, observers: Sequence[Observer]) -> Result:
     collector = Collector()
-    run = LocalRun(task, config, observers=[collector])
+    run = LocalRun(task, config, observers=[collector, *observers])
     if path is not None:
         run.folder = RunFolder.create(path, config, describe(task, config, run.model, execution=run.execution))
     try:

@@ -148,6 +148,8 @@ def choose_execution(parts: Parts, begun_as: Execution | None) -> Execution:
 
 def stack_obstacle(parts: Parts) -> str:
     """What a stack would not compute as a round alone does; empty if there is nothing."""
+    if parts.config.inner.has_own_optimizer:
+        return f"inner_optimizer is {parts.config.inner.inner_optimizer}, and a stack has only those that are built in"
     for name, parameter in parts.model.named_parameters():
         if parameter.dtype not in (torch.float32, torch.float64):
             return f"the parameter {name!r} is {parameter.dtype}, in which a stack's optimizer would compute"

@@ -1,4 +1,4 @@
-"""The inner optimizer of one model: AdamW, Muon, or SGD, each of them torch's own.
+"""The inner optimizer of one model: AdamW, Muon, or SGD, each of them torch's own, or one of the user's.
 
 Muon orthogonalises the momentum of a matrix, so it is for the matrices between embedding and head. As in MuLoCo
 (arXiv 2505.23725), AdamW moves everything else: embeddings, the head, norms and biases. Muon's steps are scaled to the RMS of
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from torch.optim._muon import muon
 from torch.optim.adamw import adamw
 
+from heloco.errors import UserError
 from heloco.inner.muon import COEFFICIENTS, EPS, ITERATIONS
 from heloco.inner.options import InnerOptions
+from heloco.inner.own_optimizers import INNER_OPTIMIZERS
 from heloco.inner.second_moment import is_table
 
 MUON_LR = "match_rms_adamw"
@@ -126,7 +128,7 @@ class InnerOptimizer:
         """Takes over a copy of the state that `memory` gave, of an optimizer over the same parameters."""
         owners = {p: each for each in self.optimizers for group in each.param_groups for p in group["params"]}
         for name, tensor in memory.items():
-            index, key = name.split(".")
+            index, _, key = name.partition(".")
             parameter = self.parameters[int(index)]
             owners[parameter].state[parameter][key] = tensor.clone()
 
@@ -134,12 +136,21 @@ class InnerOptimizer:
         """The state as "INDEX.NAME" -> tensor, by the parameter's index. The tensors are no copies."""
         places: dict[Tensor, int] = {p: i for i, p in enumerate(self.parameters)}
         states = [(places[p], state) for each in self.optimizers for p, state in each.state.items()]
-        return {f"{i}.{key}": value for i, state in states for key, value in state.items()}
+        memory = {f"{i}.{key}": value for i, state in states for key, value in state.items()}
+        for name, value in memory.items():
+            if not isinstance(value, Tensor):
+                raise UserError(
+                    f"keep_state is set, but the inner optimizer's state {name.partition('.')[2]!r} is {value!r}, and only "
+                    "tensors stay with a worker: leave keep_state out, or keep it as a tensor."
+                )
+        return memory
 
 
 def make_optimizer(options: InnerOptions, model: nn.Module) -> InnerOptimizer:
     """The optimizer that the options name. With muon, hidden matrices move by Muon and all other parameters by AdamW."""
     parameters = list(model.parameters())
+    if options.has_own_optimizer:
+        return InnerOptimizer(parameters, [INNER_OPTIMIZERS.find(options.inner_optimizer)(model, options)])
     if options.inner_optimizer == "sgd":
         sgd = torch.optim.SGD(
             parameters, lr=options.lr, momentum=options.optimizer_momentum, weight_decay=options.weight_decay, foreach=False

@@ -5,6 +5,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from heloco.errors import UserError
+from heloco.inner.own_optimizers import BUILT_IN_OPTIMIZERS, INNER_OPTIMIZERS
+
+WITH_SECOND_MOMENT = ("adamw", "muon")
+"""The optimizers that have AdamW's state, at least for some parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +29,9 @@ class InnerOptions:
     """The cosine's length in inner steps of one shard; 0: the run's steps over its workers."""
     lr_position: Literal["shard", "run"] = "shard"
     """Where a round stands on the cosine: steps done on its shard (the paper), or the whole run's progress."""
-    inner_optimizer: Literal["adamw", "muon", "sgd"] = "adamw"
-    """The optimizer of the inner steps. muon: Muon for matrices between embedding and head, AdamW for everything else."""
+    inner_optimizer: str = "adamw"
+    """The optimizer of the inner steps: adamw, sgd, muon (Muon for matrices between embedding and head, AdamW for everything
+    else), or one of your own by its name."""
     inner_momentum: float | None = None
     """Momentum of Muon or SGD; unset: 0.9."""
     beta1: float = 0.9
@@ -66,16 +71,23 @@ class InnerOptions:
         for name, choices in (("lr_position", ("shard", "run")), ("precision", ("fp32", "bf16"))):
             if getattr(self, name) not in choices:
                 raise UserError(f"{name} is {getattr(self, name)!r}: choose {' or '.join(choices)}.")
-        if self.inner_optimizer not in ("adamw", "muon", "sgd"):
-            raise UserError(f"inner_optimizer is {self.inner_optimizer!r}: choose adamw, muon or sgd.")
+        if self.has_own_optimizer:
+            INNER_OPTIMIZERS.find(self.inner_optimizer)
         if self.inner_momentum is not None and not 0 <= self.inner_momentum < 1:
             raise UserError(f"inner_momentum is {self.inner_momentum!r}: it must lie in [0, 1).")
-        if self.second_moment and self.inner_optimizer == "sgd":
-            raise UserError("second_moment is about AdamW's state, and sgd has no such state: leave one of them out.")
+        if self.second_moment and self.inner_optimizer not in WITH_SECOND_MOMENT:
+            raise UserError(
+                f"second_moment is about AdamW's state, and {self.inner_optimizer} has no such state: leave one of them out."
+            )
         if self.second_moment not in ("", "pooled", "rows"):
             raise UserError(f"second_moment is {self.second_moment!r}: choose rows or pooled, or leave it out.")
         if self.second_moment and not self.keep_state:
             raise UserError("second_moment says what workers share of the state they keep: give --keep-state too.")
+
+    @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the optimizer is none of those that are built in."""
+        return self.inner_optimizer not in BUILT_IN_OPTIMIZERS
 
     @property
     def optimizer_momentum(self) -> float:

@@ -16,7 +16,10 @@ from .optimizer import Blocks, OuterOptimizer
 
 RuleFunction = Callable[..., tuple[Tensor, Tensor]]
 """(θ, m, Δ, ρ, knobs by keyword) -> (θ_{t+1}, m_{t+1}), of one block: like `mla_step`. With a parameter called `state` it also
-gets a dict that is kept with the block: tensors and plain values, saved in checkpoints."""
+gets a dict that is kept with the block: tensors and plain values, saved in checkpoints. With one called `counts` it gets
+what is known of the arrival: its staleness, for one."""
+NO_KNOBS = ("state", "counts")
+"""The parameters of a rule that are not its knobs."""
 
 
 class FunctionRule(OuterOptimizer):
@@ -25,7 +28,8 @@ class FunctionRule(OuterOptimizer):
     function: ClassVar[RuleFunction]
     function_knobs: ClassVar[tuple[str, ...]]
     """The knobs that the function takes. `lookahead` belongs to the optimizer."""
-    has_state: ClassVar[bool]
+    extras: ClassVar[tuple[str, ...]]
+    """Which of `NO_KNOBS` the function takes."""
 
     def __init__(self, params: Any, **knob_values: Any) -> None:
         super().__init__(params, knob_values)
@@ -42,7 +46,7 @@ class FunctionRule(OuterOptimizer):
         for theta, m, delta, rho, a, state, group in zip(*columns, strict=True):
             scale = float(a) / rho if rho else 1.0  # the norm guard's
             keywords = {name: self.param_groups[group][name] for name in self.function_knobs}
-            keywords |= {"state": state} if self.has_state else {}
+            keywords |= {name: value for name, value in (("state", state), ("counts", self.counts)) if name in self.extras}
             versions = theta._version, m._version
             scaled = dense(delta).to(m.dtype) if scale == 1 else dense(delta).to(m.dtype) * scale
             result = type(self).function(theta.detach(), m, scaled, rho, **keywords)
@@ -67,18 +71,19 @@ def make_rule(rule: Any) -> type[OuterOptimizer]:
     name = getattr(rule, "__name__", repr(rule))
     try:
         parameters = inspect.signature(rule).parameters
-        required = [p.name for p in parameters.values() if p.default is p.empty and p.name != "state"]
-        inspect.signature(rule).bind(*range(4), **({"state": None} if "state" in parameters else {}))
+        required = [p.name for p in parameters.values() if p.default is p.empty and p.name not in NO_KNOBS]
+        extras = tuple(name for name in NO_KNOBS if name in parameters)
+        inspect.signature(rule).bind(*range(4), **dict.fromkeys(extras))
     except (TypeError, ValueError):
-        required = []
+        required, extras = [], ()
     if len(required) != 4:
         raise ValueError(f"The rule {name} must take θ, m, Δ and ρ, in this order, and have a default for every other parameter.")
-    function_knobs = knobs_of_signature(rule, skipped=("state",))
+    function_knobs = knobs_of_signature(rule, skipped=NO_KNOBS)
     lookahead = {}
     if {"lr", "momentum"} <= function_knobs.keys() and "lookahead" not in function_knobs:  # what θ − ημm needs
         lookahead = {"lookahead": declared_knobs(LookaheadKnobs)["lookahead"]}
     content = {
         "__doc__": rule.__doc__, "function": staticmethod(rule), "function_knobs": tuple(function_knobs),
-        "has_state": "state" in parameters, "knobs": {**function_knobs, **lookahead},
+        "extras": extras, "knobs": {**function_knobs, **lookahead},
     }  # fmt: skip
     return type(name, (FunctionRule,), content)

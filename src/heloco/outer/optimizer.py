@@ -86,6 +86,8 @@ class OuterOptimizer(Optimizer):
     """The rule's constants by name, from the declaration that its class statement names, or else from its own `__init__`."""
     outcomes: list[Outcome]
     movements: list[float]
+    counts: Any = None
+    """In a run, the `heloco.policy.ArrivalCounts` of the arrival that the next step is about. The synchronizer sets it."""
 
     def __init_subclass__(cls, knobs: Any = None, **defaults: Any) -> None:
         """Derives the class's knobs, signature and docstring from their declaration, with other `defaults` for some."""

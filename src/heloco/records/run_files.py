@@ -17,4 +17,11 @@ CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl"
 RUN_ID = "run-id"
 CREDENTIALS, INCOMING, MODEL_PARTIAL = "credentials", "incoming", "model.partial"
 WORKERS = "workers"
+SEED_FOLDER = "seed"
+"""What the names of the folders of `heloco train --seeds` begin with."""
 NAMES = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, RUN_ID, CREDENTIALS, INCOMING, MODEL_PARTIAL)
+
+
+def seed_folder(seed: int) -> str:
+    """The name of a run's folder among others that differ from it in the seed alone."""
+    return f"{SEED_FOLDER}-{seed}"

@@ -104,6 +104,12 @@ def _add_blocks(columns: dict[str, list[Any]], record: ArrivalRecord, blocks: Bl
         columns[name] += getattr(blocks, name) or [None] * count
 
 
+def check_pandas(function: str) -> None:
+    """Refuses to go on without pandas. `function`: what needs it."""
+    if find_spec("pandas") is None:
+        raise UserError(f'{function} needs pandas, which is not installed: pip install "heloco[pandas]"')
+
+
 def load_run(path: str | PathLike[str]) -> RunData:
     """A run's folder as pandas DataFrames: `tape`, `evals` and `blocks`; `settings` and `facts`. The run may still be going.
 
@@ -114,8 +120,7 @@ def load_run(path: str | PathLike[str]) -> RunData:
 
     docs/tape.md says what each column means. Needs pandas: pip install "heloco[pandas]".
     """
-    if find_spec("pandas") is None:
-        raise UserError('heloco.load_run needs pandas, which is not installed: pip install "heloco[pandas]"')
+    check_pandas("heloco.load_run")
     folder = Path(path)
     if not (folder / CONFIG).is_file():
         raise UserError(

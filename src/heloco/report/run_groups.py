@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from statistics import fmean, stdev
 
+from heloco.records.run_files import SEED_FOLDER
 from heloco.report.run_reader import Run
 
 NEUTRAL_SETTINGS = ("run.seed", "run.device", "run.checkpoint_every")
@@ -84,7 +85,8 @@ def _method(part: Sequence[Run]) -> str:
 
 
 def _common_start(part: Sequence[Run]) -> str:
-    return _prefix([run.name for run in part]).rstrip("-_. /0123456789")
+    prefix = _prefix([run.name for run in part]).rstrip("-_. /0123456789")
+    return prefix.removesuffix(f"/{SEED_FOLDER}")
 
 
 def _common_end(part: Sequence[Run]) -> str:

@@ -303,6 +303,8 @@ def resolve(config: RunConfig) -> RunConfig:
         length = max(1, settings.arrivals * rounds.inner_steps // len(rounds.paces))
         inner = replace(inner, schedule_steps=length)
     if not inner.lr:
+        if inner.has_own_optimizer:
+            raise UserError(f"There is no default learning rate for the inner optimizer {inner.inner_optimizer}: give --lr.")
         inner = replace(inner, lr=default_learning_rate(inner.inner_optimizer, model.width))
     return replace(config, rounds=rounds, outer=outer, inner=inner, model=model, run=settings)
 

@@ -15,7 +15,7 @@ from heloco.records.lines import Lines
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
-from heloco.registry import NotInstalled
+from heloco.registry import PLUGIN_FLAG, NotInstalled
 from heloco.run import checkpoint
 from heloco.run.checkpoint import NO_LINES, CheckpointState, LineSizes, State
 from heloco.run.config import RunConfig, resolve
@@ -88,10 +88,10 @@ class RunFolder:
             package = self.facts().plugins.get(f"{error.kind} {error.name}")
             if package is None:
                 raise
-            message = (
-                f"The run in {self.path} uses the {error.kind} {error.name!r}, which is not installed here: install {package}."
-            )
-            raise UserError(message) from error
+            remedy = f"give {package}" if package.startswith(PLUGIN_FLAG) else f"install {package}"
+            raise UserError(
+                f"The run in {self.path} uses the {error.kind} {error.name!r}, which is not installed here: {remedy}."
+            ) from error
 
     def facts(self) -> RunFacts:
         """What run.json says."""

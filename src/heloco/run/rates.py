@@ -10,11 +10,12 @@ HIGH_RATE = 100
 def rate_warnings(config: RunConfig) -> list[str]:
     """A sentence for each learning rate of a resolved config that is `HIGH_RATE` times its default or more."""
     warnings = []
-    inner_default = default_learning_rate(config.inner.inner_optimizer, config.model.width)
+    optimizer = config.inner.inner_optimizer
+    inner_default = 0.0 if config.inner.has_own_optimizer else default_learning_rate(optimizer, config.model.width)
     if _is_high(config.inner.lr, inner_default):
         warnings.append(
             f"--lr is {config.inner.lr:g}, {config.inner.lr / inner_default:.3g} times the default {inner_default:g} of "
-            f"{config.inner.inner_optimizer}: the training may diverge. --lr is the rate of the inner steps, --outer-lr "
+            f"{optimizer}: the training may diverge. --lr is the rate of the inner steps, --outer-lr "
             "that of the outer method."
         )
     outer_default, outer_rate = get_method(config.outer.method).knobs().get("lr"), outer_knobs(config.outer).get("lr")

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from heloco.errors import UserError, nearest
+from heloco.inner import INNER_OPTIMIZERS
+from heloco.inner.options import WITH_SECOND_MOMENT
+from heloco.inner.own_optimizers import BUILT_IN_OPTIMIZERS
 from heloco.knobs import Knob
 from heloco.methods import METHODS
 from heloco.policy import SHARD_POLICIES, WEIGHTS, weight_knobs
@@ -20,18 +23,23 @@ from heloco.run.config import DERIVED, FIELDS, RECIPES, SECTIONS, RunConfig, Set
 from heloco.run.values import convert
 from heloco.task import BUILT_IN_TASKS, TASKS
 
-NAMED: dict[str, Registry[Any]] = {"method": METHODS, "weight": WEIGHTS, "assign": SHARD_POLICIES, "task": TASKS}
+NAMED: dict[str, Registry[Any]] = {
+    "method": METHODS, "weight": WEIGHTS, "assign": SHARD_POLICIES, "task": TASKS, "inner_optimizer": INNER_OPTIMIZERS,
+}  # fmt: skip
 """The settings that name something which may come from outside this package."""
+BUILT_IN_ELSEWHERE: dict[str, tuple[str, ...]] = {"task": BUILT_IN_TASKS, "inner_optimizer": BUILT_IN_OPTIMIZERS}
+"""What they can name that is in none of these registries."""
 
 
 def named_choices(setting: str) -> list[str]:
     """What one of these settings can name."""
-    return [*(BUILT_IN_TASKS if setting == "task" else ()), *NAMED[setting]]
+    return [*BUILT_IN_ELSEWHERE.get(setting, ()), *NAMED[setting]]
 
 
 def named_in(config: RunConfig) -> list[tuple[Registry[Any], str]]:
     """Each of these settings in a resolved config: what is named, and where it is looked up."""
-    names = config.outer.method, config.outer.weight or "", config.rounds.assign, config.input.task
+    outer = config.outer.method, config.outer.weight or ""
+    names = (*outer, config.rounds.assign, config.input.task, config.inner.inner_optimizer)
     return list(zip(NAMED.values(), names, strict=True))
 
 
@@ -80,7 +88,7 @@ def with_recipe(name: str, settings: Settings, *, is_real: bool = False) -> Sett
     values = {"lr": recipe["lr"]} if "lr" in recipe else {}  # it is the recipe's own, not derived from its model
     values |= fitting | settings
     keeps_state = convert("keep_state", values.get("keep_state", False), bool)
-    if is_real or not keeps_state or values.get("inner_optimizer") == "sgd":
+    if is_real or not keeps_state or values.get("inner_optimizer", "adamw") not in WITH_SECOND_MOMENT:
         values = _without_unchosen("second_moment", values, settings)
     if values.get("task") == "external":  # each machine has its own data
         values = _without_unchosen("assign", values, settings)

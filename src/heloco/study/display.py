@@ -12,7 +12,7 @@ from rich.table import Table
 from heloco.report.wording import duration, number
 from heloco.study.grid import Place, digest, grid, total_steps
 from heloco.study.kept_runs import RunRecord
-from heloco.study.spec import load_study, names
+from heloco.study.spec import find_study, names
 
 
 class StudyDisplay(AbstractContextManager["StudyDisplay"]):
@@ -60,7 +60,7 @@ def list_table() -> Table:
         table.add_column(name, justify="left" if name in ("study", "what it shows") else "right")
     earlier_keys: set[str] = set()
     for name in names():
-        described_study = load_study(name)
+        described_study = find_study(name)
         runs = {digest(place.config, ""): place.config for place in grid(described_study, scale="paper", seeds=1)}
         new = {key: config for key, config in runs.items() if key not in earlier_keys}
         earlier_keys |= new.keys()

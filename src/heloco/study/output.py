@@ -29,7 +29,7 @@ from heloco.study.results import Results
 from heloco.study.study_figures import figures_of
 from heloco.study.tables import tables_of
 
-MANIFEST, PAGE = "study.json", "index.html"
+MANIFEST, PAGE, RUNS = "study.json", "index.html", "runs"
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,7 +64,7 @@ class Folder:
     @property
     def store(self) -> RunStore:
         """The finished runs, which all studies under `out` share."""
-        return RunStore(self.out / "runs")
+        return RunStore(self.out / RUNS)
 
     def check_ours(self) -> None:
         """Refuses places that belong to something else, before anything is read or made."""
@@ -73,14 +73,15 @@ class Folder:
                 raise UserError(f"{place} is no folder: choose another --out.")
         self.store.check()
         if self.path.exists() and any(self.path.iterdir()):
-            self._manifest()
+            self.manifest()
         elif self.out.exists() and any(self.out.iterdir()) and not self.store.folder.exists() and not any(self._others()):
             raise UserError(f"{self.out} belongs to something else (there is no study in it): choose another --out.")
 
     def _others(self) -> list[Path]:
         return sorted(self.out.glob(f"*/{MANIFEST}"))
 
-    def _manifest(self) -> "Manifest":
+    def manifest(self) -> "Manifest":
+        """What study.json says. Raises UserError if the folder is not one of this study."""
         path = self.path / MANIFEST
         try:
             manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
@@ -96,13 +97,13 @@ class Folder:
 
     def files(self) -> list[str]:
         """The files that an earlier call wrote here."""
-        return self._manifest().files if (self.path / MANIFEST).exists() else []
+        return self.manifest().files if (self.path / MANIFEST).exists() else []
 
     def check_same(self, plan: Plan) -> None:
         """Refuses to put results of another scale or other data in the place of those that are there."""
         if not self.path.exists() or not any(self.path.iterdir()):
             return
-        manifest = self._manifest()
+        manifest = self.manifest()
         if manifest.scale != plan.scale:
             raise UserError(f"{self.path} holds this study at --scale {manifest.scale}, not {plan.scale}: choose another --out.")
         if manifest.data != plan.data:
@@ -117,7 +118,7 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
     with disk_errors(path, "give the same command again: finished runs are kept."):
         path.mkdir(parents=True, exist_ok=True)
         files_before = folder.files()
-        csvs = {f"{_slug(table.title)}.csv": as_csv(table) for table in tables}
+        csvs = {f"{_slug(table.title)}.csv": as_csv(table, split_spreads=True) for table in tables}
         figure_files = [f"{figure.name}{end}" for figure in figures for end in (".svg", ".png")] if available() else []
         files = [f"{study.name}.json", "tables.md", *csvs, *figure_files, PAGE]
         write_atomically(path / MANIFEST, _json(_manifest_of(results, plan, files)))  # first: now the folder is known as ours

@@ -131,7 +131,7 @@ def names() -> list[str]:
     return [name for name in order if name in stems] + sorted(stems - set(order))
 
 
-def load_study(name: str) -> Study:
+def find_study(name: str) -> Study:
     """A study by its name, or by the path of a TOML file of one's own."""
     if name.endswith(".toml"):
         try:
@@ -162,7 +162,7 @@ def _study(name: str, text: str, where: str) -> Study:
             raise UserError(f"{where}: a study has no {key!r}; {nearest(key, list(KEYS))}")
         if not isinstance(value, KEYS[key]):
             raise UserError(f"{where}: {key} must be a {KIND_NAMES[KEYS[key]]}.")
-    base = load_study(document["like"]) if "like" in document else None
+    base = find_study(document["like"]) if "like" in document else None
     study = Study(
         name,
         document.get("title", name),
