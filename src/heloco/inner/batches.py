@@ -1,7 +1,7 @@
 """The batches of a round in their order: on a GPU the next one is made by a thread while a step is computed."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from heloco.task.base import Positions
 AHEAD = {"cuda": 2}  # steps, by the kind of device; 0: each batch is made when it is needed
 
 
-def batches_of(task: Task, shard: int, steps: Sequence[Positions], *, ahead: int) -> Iterator[list[Any]]:
+def batches_of(task: Task, shard: int, steps: Sequence[Positions], *, ahead: int) -> Generator[list[Any]]:
     """The micro-batches of each step, on the host. `steps`: positions, [micro-batches, windows] for each step.
 
     With `ahead` a thread makes the batches of that many steps beforehand: one batch after the other, in their order. Where there

@@ -40,7 +40,6 @@ def muon_kernel(
     row, begin = addresses + 3 * block, s * (SHORT * LONG)
     p, m, g = _matrix(row, begin), _matrix(row + 1, begin), _matrix(row + 2, begin)
     x = scratch + (block * slices + s) * (SHORT * LONG)
-
     squares = tl.zeros([SHORT, STEP], dtype=tl.float32)
     for start in range(0, LONG, STEP):
         place = offsets + start * column_stride
@@ -53,7 +52,6 @@ def muon_kernel(
     norm = tl.sqrt(tl.sum(tl.sum(squares, 1), 0)).to(tl.bfloat16).to(tl.float32)  # torch's has the precision of the matrix
     norm = tl.maximum(norm, eps)
     tl.debug_barrier()
-
     for iteration in range(ITERATIONS):
         gram = tl.zeros([SHORT, SHORT], dtype=tl.float32)
         for start in range(0, LONG, STEP):

@@ -9,8 +9,8 @@ from torch import nn
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The longest list of modules of one class inside the model, such as a transformer's blocks."""
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    alike = [blocks for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
-    return max(alike, key=len, default=[])
+    uniform = [blocks for blocks in lists if len(blocks) > 1 and len({type(block) for block in blocks}) == 1]
+    return max(uniform, key=len, default=[])
 
 
 def compile_model(model: nn.Module) -> None:

@@ -144,8 +144,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
         sentences.append(
             f"Simulated time is not real time: {', '.join(run.name for run in runs if run.facts.is_real)} ran on real machines."
         )
-    if mixed := note_if_mixed(computed for run in runs if (computed := run.facts.provenance)):
-        sentences.append(mixed)
+    if mixture_note := note_if_mixed(computed for run in runs if (computed := run.facts.provenance)):
+        sentences.append(mixture_note)
     for run in runs:
         for name in run.cut_files:
             sentences.append(

@@ -96,6 +96,8 @@ def _follow(joined: JoinedLoop, scheduler: Any, max_steps: int) -> None:
             f"follow_run needs a schedule that is a function of the step, as those of transformers.get_scheduler mostly are, and "
             f"this one is a {type(scheduler).__name__}: choose another lr_scheduler_type, or leave follow_run out."
         )
-    scheduler.lr_lambdas = [
-        lambda _, factor_of=factor_of: factor_of(round(joined.progress * max_steps)) for factor_of in scheduler.lr_lambdas
-    ]
+
+    def follow(factor_of: Callable[[int], float]) -> Callable[[int], float]:
+        return lambda _: factor_of(round(joined.progress * max_steps))
+
+    scheduler.lr_lambdas = [follow(factor_of) for factor_of in scheduler.lr_lambdas]
