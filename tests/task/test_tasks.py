@@ -43,11 +43,11 @@ def test_the_papers_model_and_gpt2_small_have_exactly_their_parameters():
     assert size(preset("124m")) == 124_439_808
 
 
-def test_presets_go_from_one_million_up_to_124_million():
+def test_presets_go_from_one_million_up_to_1300_million():
     sizes = [size(config) for config in PRESETS.values()]
-    assert list(PRESETS) == ["1m", "5m", "paper", "30m", "60m", "124m"]
+    assert list(PRESETS) == ["1m", "5m", "paper", "30m", "60m", "124m", "1.3b"]
     assert all(a < b for a, b in itertools.pairwise(sizes))
-    assert [round(n / 1e6) for n in sizes] == [1, 5, 14, 30, 58, 124]
+    assert [round(n / 1e6) for n in sizes] == [1, 5, 14, 30, 58, 124, 1316]
 
 
 def test_a_presets_sizes_can_be_changed_and_a_wrong_name_is_answered():
