@@ -80,7 +80,7 @@ def save_if_due(run: JournaledRun, *, gives_way: bool = True) -> None:
     arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
     is_due = (arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)
     if run.checkpoint_under_way is None and is_due and run.lines.catch_up():
-        begin_saving(run, gives_way=gives_way and not run.is_finished and run.given_way < GIVES_WAY)
+        begin_saving(run, gives_way=gives_way and not run.is_finished and run.readers.gave_way < GIVES_WAY)
 
 
 def begin_saving(run: JournaledRun, *, gives_way: bool = False) -> Future[int | None]:
@@ -121,7 +121,7 @@ def begin_saving(run: JournaledRun, *, gives_way: bool = False) -> Future[int | 
     def write() -> int | None:
         keep_first = replays_from_the_start(folder)
         try:
-            folder.save_checkpoint(state, tensors, keep_first=keep_first, copying=check_nobody_waits, copied=on_copied)
+            folder.save_checkpoint(state, tensors, keep_first=keep_first, before_piece=check_nobody_waits, copied=on_copied)
         except GaveWay:
             return None
         finally:
@@ -146,9 +146,9 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
         under_way, run.checkpoint_under_way = run.checkpoint_under_way, None
         saved_at = under_way.result()
         if saved_at is None:
-            run.given_way += 1
+            run.readers.gave_way += 1
         else:
-            run.saved_at, run.given_way = saved_at, 0
+            run.saved_at, run.readers.gave_way = saved_at, 0
 
 
 @contextlib.contextmanager

@@ -87,8 +87,6 @@ class JournaledRun:
         """Arrivals at the last checkpoint."""
         self.checkpoint_under_way: Future[int | None] | None = None
         """The checkpoint that is being written."""
-        self.given_way = 0
-        """How many checkpoints in a row gave way to an outer step."""
         self.readers = TensorReaders()
         self.evaluations: EvaluationQueue | None = None
         if scorer is not None and folder is not None:

@@ -18,6 +18,8 @@ class TensorReaders:
 
     def __init__(self) -> None:
         self._count = self._waiting = 0
+        self.gave_way = 0
+        """How many readers in a row that can give way did so."""
         self._changed = threading.Condition()
 
     def enter(self) -> Callable[[], None]:
