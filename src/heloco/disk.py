@@ -107,11 +107,12 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_all(file: BinaryIO, content: bytes | memoryview) -> None:
+def write_all(file: BinaryIO, content: bytes | memoryview, before_piece: Callable[[], None] = lambda: None) -> None:
     """Writes to an unbuffered file in small pieces. On ext4 a new file of 60 MB takes 16 ms this
-    way, and 140 ms in pieces of 4 MB."""
+    way, and 140 ms in pieces of 4 MB. `before_piece` is called before each; what it raises ends the writing."""
     view, at = memoryview(content), 0
     while at < len(view):
+        before_piece()
         at += file.write(view[at : at + WRITE_PIECE_BYTES])
 
 

@@ -131,6 +131,40 @@ def test_a_checkpoint_that_begins_just_before_a_commit_holds_up_nobody(tmp_path,
     service.close()
 
 
+def test_a_checkpoint_that_is_copied_gives_way_to_a_commit(tmp_path, clock, monkeypatch):
+    """1. A checkpoint copies the outer state, and does not come to an end. 2. A contribution is committed. This happens again and
+    again. 3. The checkpoint after that is finished."""
+    service = opened(tmp_path / "run", clock, checkpoint_every=1)
+    hand, write, copies, began = Hand(service, "m"), checkpoint.write, list[None](), threading.Event()
+
+    def copy(*arguments: Any, before_piece: Callable[[], None], **keywords: Any) -> None:
+        copies.append(None)
+        began.set()
+        while len(copies) <= checkpoints.GIVES_WAY:
+            before_piece()
+        write(*arguments, before_piece=before_piece, **keywords)
+
+    monkeypatch.setattr(checkpoint, "write", copy)
+    hand.work(1)
+    for step in range(checkpoints.GIVES_WAY):
+        began.clear()
+        service.housekeeping.save_if_due()
+        assert began.wait(LIMIT_S)
+        committing, _ = in_thread(lambda step=step: hand.work(2 + step))
+        committing.join(LIMIT_S)
+        assert not committing.is_alive() and len(copies) == step + 1
+        run = service.state.run
+        assert run is not None
+        checkpoints.wait_for_saving(run)
+    folder = RunFolder.open(tmp_path / "run")
+    assert [path.name for path in folder.checkpoints()] == ["arrival-00000000"]
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*")), "what was copied is removed"
+    service.housekeeping.save_if_due()
+    checkpoints.wait_for_saving(run)
+    assert folder.checkpoints()[-1].name == f"arrival-{1 + checkpoints.GIVES_WAY:08d}"
+    service.close()
+
+
 @pytest.mark.parametrize("file", ["tape.jsonl", "evals.jsonl", "checkpoints"])
 def test_a_commit_does_not_wait_until_a_checkpoint_is_durable(tmp_path, clock, monkeypatch, file):
     """1. A checkpoint copies the outer state. 2. It waits for the disk. 3. A contribution is committed."""

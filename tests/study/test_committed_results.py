@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from heloco.study.plan import make_plan
-from heloco.study.spec import load_study
+from heloco.study.spec import find_study
 from support.repository import REPOSITORY
 
 RESULTS = REPOSITORY / "results"
@@ -28,7 +28,7 @@ def test_a_study_still_needs_the_runs_that_are_kept(name):
         return SimpleNamespace(digest=manifest["data"], shards=shards), config
 
     plan = make_plan(
-        load_study(name), seeds=len(manifest["seeds"]), rows=manifest["rows"], methods=manifest["methods"], build_task=build
+        find_study(name), seeds=len(manifest["seeds"]), rows=manifest["rows"], methods=manifest["methods"], build_task=build
     )
     assert set(manifest["runs"]) <= set(plan.digests)
     assert all((RESULTS / "runs" / f"{run}.json").exists() for run in manifest["runs"])

@@ -35,6 +35,7 @@ def trained(model: nn.Module, place: Path) -> Path:
                 model(tokens, labels=tokens).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
+        service.housekeeping.save_if_due(wait=True)
     return place / "run"
 
 
@@ -93,9 +94,9 @@ def test_what_is_exported_can_be_read_by_others(llama, tmp_path):
 def test_a_folder_that_does_not_fit_is_refused(llama, tmp_path):
     model, folder = llama
     run = trained(model, tmp_path)
-    assert_refused(command("export", run, "--format", "hf"), "say with --hf DIR where its config.json is")
+    assert_refused(tmp_path, "export", run, "--format", "hf", says="say with --hf DIR where its config.json is")
     other = saved(llama_config(hidden_size=16), tmp_path / "other")
-    assert_refused(command("export", run, "--format", "hf", "--hf", other), "does not fit the Hugging Face model")
+    assert_refused(tmp_path, "export", run, "--format", "hf", "--hf", other, says="does not fit the Hugging Face model")
     (folder / "adapter_config.json").write_text("{}")
-    assert_refused(command("export", run, "--format", "hf", "--hf", folder), "which is of no adapter")
+    assert_refused(tmp_path, "export", run, "--format", "hf", "--hf", folder, says="which is of no adapter")
     assert not (run / "hf").exists()

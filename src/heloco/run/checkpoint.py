@@ -64,12 +64,14 @@ def save(
     tensors: Mapping[str, Tensor],
     *,
     keep_first: bool = False,
+    before_piece: Callable[[], None] = lambda: None,
     copied: Callable[[], None] = lambda: None,
 ) -> Path:
     """Writes `folder/arrival-…` and removes all but the newest KEEP. The one before stays whole until this one is.
 
-    The tensors are written one by one: nothing is held twice. `copied` is called when they may change again, long before
-    they are durable; what must be durable before the checkpoint can be made so there. `keep_first`: the oldest stays too."""
+    The tensors are written one by one: nothing is held twice. `before_piece` is called again and again while they are; if it
+    raises, there is no checkpoint. `copied` is called when they may change again, long before they are durable; what must be
+    durable before the checkpoint can be made so there. `keep_first`: the oldest stays too."""
     folder.mkdir(exist_ok=True)
     final = folder / f"arrival-{state.arrival:08d}"
     for left_over in folder.glob(".arrival-*"):  # of a process that was killed: a run has one writer at a time
@@ -77,7 +79,7 @@ def save(
     temporary = folder / f".{final.name}"
     temporary.mkdir()
     try:
-        _write_files(temporary, state, tensors, copied)
+        _write_files(temporary, state, tensors, before_piece, copied)
         if final.exists():  # the same arrival again: only refusals came in between
             discard(final)
         temporary.rename(final)
@@ -89,9 +91,15 @@ def save(
     return final
 
 
-def _write_files(folder: Path, state: CheckpointState, tensors: Mapping[str, Tensor], copied: Callable[[], None]) -> None:
+def _write_files(
+    folder: Path,
+    state: CheckpointState,
+    tensors: Mapping[str, Tensor],
+    before_piece: Callable[[], None],
+    copied: Callable[[], None],
+) -> None:
     with (folder / TENSORS).open("wb", buffering=0) as file:
-        write(file, Layout.from_tensors(tensors), tensors)
+        write(file, Layout.from_tensors(tensors), tensors, before_piece=before_piece)
         copied()
         tensors_digest = sha256(folder / TENSORS)  # from the system's cache: hashing takes longer than copying
         make_durable(file.fileno(), folder / TENSORS)

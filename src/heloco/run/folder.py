@@ -170,10 +170,11 @@ class RunFolder:
         tensors: Mapping[str, Tensor],
         *,
         keep_first: bool = False,
+        before_piece: Callable[[], None] = lambda: None,
         copied: Callable[[], None] = lambda: None,
     ) -> None:
-        """Writes a checkpoint, and makes the lines that it covers durable before it. `copied` is called when the tensors may
-        change again."""
+        """Writes a checkpoint, and makes the lines that it covers durable before it. `before_piece` is called again and again
+        while the tensors are copied, and may raise; `copied` when they may change again."""
         assert self.tape is not None and self.evals is not None
         tape, evals = self.tape, self.evals
 
@@ -183,7 +184,8 @@ class RunFolder:
             evals.sync()
 
         with disk_errors(self.path / CHECKPOINTS, self.remedy):
-            checkpoint.save(self.path / CHECKPOINTS, state, tensors, keep_first=keep_first, copied=on_copied)
+            folder = self.path / CHECKPOINTS
+            checkpoint.save(folder, state, tensors, keep_first=keep_first, before_piece=before_piece, copied=on_copied)
 
     def checkpoints(self) -> list[Path]:
         """Oldest first."""

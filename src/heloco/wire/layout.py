@@ -10,7 +10,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -158,10 +158,17 @@ def pieces_after(offset: int, layout: Layout, tensors: Mapping[str, Tensor], has
         at += len(piece)
 
 
-def write(file: BinaryIO, layout: Layout, tensors: Mapping[str, Tensor] | Iterable[Tensor], hashed: Any = None) -> None:
-    """Writes the tensors to an unbuffered file. `hashed` is a digest that is updated with every piece."""
+def write(
+    file: BinaryIO,
+    layout: Layout,
+    tensors: Mapping[str, Tensor] | Iterable[Tensor],
+    hashed: Any = None,
+    before_piece: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes the tensors to an unbuffered file. `hashed` is a digest that is updated with every piece. `before_piece` is called
+    before each of the small pieces; what it raises ends the writing."""
     for piece in pieces(layout, tensors):
-        write_all(file, piece)
+        write_all(file, piece, before_piece)
         if hashed is not None:
             hashed.update(piece)
 

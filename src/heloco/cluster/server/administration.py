@@ -114,15 +114,18 @@ class Administration:
         checkpoints.wait_for_saving(run)  # one that was begun before the stop
         with self.state.recording(), checkpoints.tolerate_full_disk():
             checkpoints.finish_saving(run)
-        under_way = None
-        with self.state.recording(), checkpoints.tolerate_full_disk():
-            under_way = run.checkpoint_under_way or checkpoints.begin_saving(run)
-        if under_way is None:
-            return
-        wait([under_way])
-        with self.state.recording(), checkpoints.tolerate_full_disk():
-            checkpoints.finish_saving(run)
-            under_way.result()
+        gave_way = True
+        while gave_way:  # one that was not begun here may give way to an outer step
+            under_way = None
+            with self.state.recording(), checkpoints.tolerate_full_disk():
+                under_way = run.checkpoint_under_way or checkpoints.begin_saving(run)
+            if under_way is None:
+                return
+            wait([under_way])
+            with self.state.recording(), checkpoints.tolerate_full_disk():
+                checkpoints.finish_saving(run)
+                under_way.result()
+            gave_way = under_way.exception() is None and under_way.result() is None
 
 
 def _segment_at(folder: Path, offset: int) -> tuple[Path, int]:

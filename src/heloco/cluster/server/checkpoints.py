@@ -1,6 +1,7 @@
 """Checkpoints of a served run: its state at an event of its journal.
 
-A checkpoint is written in the background. Under the run's lock only the small part of the state is copied.
+A checkpoint is written in the background. Under the run's lock only the small part of the state is copied. While the tensors are
+copied no outer step can be made. If one waits, the copy is given up, and a later state is copied.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
+from heloco.cluster.server.tensor_readers import GaveWay
 from heloco.disk import FULL, make_durable
 from heloco.errors import DiskError, UserError
 from heloco.records.journal import Journal
@@ -26,6 +28,9 @@ from heloco.run import RunFolder, checkpoint
 from heloco.run.checkpoint import CheckpointState
 
 log = logging.getLogger("heloco.server")
+
+GIVES_WAY = 8
+"""After this many copies in a row that gave way to outer steps, the next one is finished."""
 
 
 class ServedState(CheckpointState, frozen=True, kw_only=True):
@@ -68,19 +73,23 @@ def save(run: JournaledRun) -> None:
     finish_saving(run, wait=True)
 
 
-def save_if_due(run: JournaledRun) -> None:
-    """Begins a checkpoint if one is due, and finishes the one that was begun before if it is written. Does not wait."""
+def save_if_due(run: JournaledRun, *, gives_way: bool = True) -> None:
+    """Begins a checkpoint if one is due, and finishes the one that was begun before if it is written. Does not wait.
+    `gives_way`: see `begin_saving`."""
     finish_saving(run)
     arrivals_since, interval = run.synchronizer.arrivals - run.saved_at, run.config.run.checkpoint_every
     is_due = (arrivals_since and run.is_finished) or (interval and arrivals_since >= interval)
     if run.checkpoint_under_way is None and is_due and run.lines.catch_up():
-        begin_saving(run)
+        begin_saving(run, gives_way=gives_way and not run.is_finished and run.readers.gave_way < GIVES_WAY)
 
 
-def begin_saving(run: JournaledRun) -> Future[int]:
+def begin_saving(run: JournaledRun, *, gives_way: bool = False) -> Future[int | None]:
     """Copies the small part of the state, and leaves the rest to a thread. The caller holds the run's lock. Without room or
-    descriptors it raises OSError, and nothing has changed. Returns the future of the checkpoint's arrival. When the checkpoint is
-    written, events that it covers may be pruned from the journal, and old checkpoints with them."""
+    descriptors it raises OSError, and nothing has changed. When the checkpoint is written, events that it covers may be pruned
+    from the journal, and old checkpoints with them.
+
+    Returns the future of the checkpoint's arrival. With `gives_way` the copy is given up as soon as an outer step waits for it:
+    then it is None, and the checkpoint is due again."""
     assert run.folder is not None and run.checkpoint_under_way is None
     run.book.forget_surplus({*run.contributors, *run.holders.values()})
     folder, books, tensors = run.folder, run.synchronizer.books(), run.synchronizer.tensors()
@@ -99,14 +108,22 @@ def begin_saving(run: JournaledRun) -> Future[int]:
     budget_bytes = run.config.cluster.journal_gb * 1e9
     leave = run.readers.enter()
 
+    def check_nobody_waits() -> None:
+        if gives_way and run.readers.are_awaited:
+            leave()
+            raise GaveWay
+
     def on_copied() -> None:
         """The next outer step waits for the copy alone, so nothing that waits for the disk comes before it."""
         leave()
         make_durable(segment.fileno(), Path(segment.name))
 
-    def write() -> int:
+    def write() -> int | None:
+        keep_first = replays_from_the_start(folder)
         try:
-            folder.save_checkpoint(state, tensors, keep_first=replays_from_the_start(folder), copied=on_copied)
+            folder.save_checkpoint(state, tensors, keep_first=keep_first, before_piece=check_nobody_waits, copied=on_copied)
+        except GaveWay:
+            return None
         finally:
             leave()
             segment.close()
@@ -127,7 +144,11 @@ def finish_saving(run: JournaledRun, *, wait: bool = False) -> None:
     """Notes that the checkpoint that was begun is written, if it is. Raises the error that it ended with."""
     if run.checkpoint_under_way is not None and (wait or run.checkpoint_under_way.done()):
         under_way, run.checkpoint_under_way = run.checkpoint_under_way, None
-        run.saved_at = under_way.result()
+        saved_at = under_way.result()
+        if saved_at is None:
+            run.readers.gave_way += 1
+        else:
+            run.saved_at, run.readers.gave_way = saved_at, 0
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class Housekeeping:
         with self.state.changed:
             self._try(lambda: checkpoints.finish_saving(run))
             if wait or self.state.now_s >= self._no_checkpoint_until_s:
-                self._try(lambda: checkpoints.save_if_due(run))
+                self._try(lambda: checkpoints.save_if_due(run, gives_way=not wait))
         if wait:
             checkpoints.wait_for_saving(run)
             with self.state.changed:

@@ -85,7 +85,7 @@ class JournaledRun:
         """(time, machine, staleness) of the arrivals in the window and of the one before it, for rates. Empty after a restart."""
         self.saved_at = -1
         """Arrivals at the last checkpoint."""
-        self.checkpoint_under_way: Future[int] | None = None
+        self.checkpoint_under_way: Future[int | None] | None = None
         """The checkpoint that is being written."""
         self.readers = TensorReaders()
         self.evaluations: EvaluationQueue | None = None

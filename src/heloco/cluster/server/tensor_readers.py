@@ -4,6 +4,10 @@ import threading
 from collections.abc import Callable
 
 
+class GaveWay(Exception):
+    """A reader left before it had read everything, because an outer step waited for it."""
+
+
 class TensorReaders:
     """Counts who still reads the tensors of the outer state. A thread that changes them waits until nobody does.
 
@@ -13,7 +17,9 @@ class TensorReaders:
     """
 
     def __init__(self) -> None:
-        self._count = 0
+        self._count = self._waiting = 0
+        self.gave_way = 0
+        """How many readers in a row that can give way did so."""
         self._changed = threading.Condition()
 
     def enter(self) -> Callable[[], None]:
@@ -35,7 +41,16 @@ class TensorReaders:
         """Whether a copy of the tensors is being made."""
         return self._count > 0
 
+    @property
+    def are_awaited(self) -> bool:
+        """Whether an outer step waits for the readers."""
+        return self._waiting > 0
+
     def wait(self) -> None:
         """Returns when nobody reads any more."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._count)
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._count)
+            finally:
+                self._waiting -= 1
