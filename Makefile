@@ -54,6 +54,7 @@ bench-cluster: setup-dev
 bench-gpu: setup-dev
 	$(BIN)/python benchmarks/outer_step_gpu.py
 	$(BIN)/python benchmarks/stack_gpu.py
+	$(BIN)/python benchmarks/inner_gpu.py --plain
 
 pictures: setup-dev
 	PICTURES=docs $(BIN)/pytest tests/browser/test_report_browser.py -k pictures
