@@ -77,19 +77,22 @@ def final_tables(folder: Path) -> Iterator[RenderableType]:
 class NewRecords(Generic[RecordT]):
     """The records that are added to a file from now on, and the last one."""
 
-    def __init__(self, path: Path, kind: type[RecordT]) -> None:
+    def __init__(self, path: Path, kind: type[RecordT], *, all_are_new: bool) -> None:
+        """`all_are_new`: those that are in the file already are new, too."""
         self._path, self._kind = path, kind
         self.last: RecordT | None = None
-        self._open()
+        self._tail = Tail(path, kind, last_bytes=TAIL_BYTES)
+        if not all_are_new:
+            self._skip()
 
-    def _open(self) -> None:
-        self._tail = Tail(self._path, self._kind, last_bytes=TAIL_BYTES)
+    def _skip(self) -> None:
         for _ in self.more():
             pass
 
     def more(self) -> Iterator[RecordT]:
         if self._tail.was_cut():  # the run was resumed from a checkpoint
-            self._open()
+            self._tail = Tail(self._path, self._kind, last_bytes=TAIL_BYTES)
+            self._skip()
         for record in self._tail.more():
             self.last = record
             yield record
@@ -109,17 +112,21 @@ class RunView:
         self._losses: list[float] = []
         self._machines: dict[str, str] = {}
         self._pause_kind: PauseKind | None = None
+        self._saw_it_begin = False
+        """Whether there was no run yet when somebody looked first."""
 
     def refresh(self) -> None:
         if self.facts is None or self._config is None or self._tape is None or self._evals is None:
             if not ((self.folder / CONFIG).exists() and (self.folder / META).exists()):
+                self._saw_it_begin = True
                 return
             self.facts, self._config = read_facts(self.folder / META), read_config(self.folder / CONFIG)
-            self._evals = NewRecords(self.folder / EVALS, EvaluationRecord)
-            self._tape = NewRecords(self.folder / TAPE, ArrivalRecord)
+            self._evals = NewRecords(self.folder / EVALS, EvaluationRecord, all_are_new=self._saw_it_begin)
+            self._tape = NewRecords(self.folder / TAPE, ArrivalRecord, all_are_new=self._saw_it_begin)
             if self._evals.last is not None:
                 self._new_sentences.append(_evaluation_sentence(self._evals.last, self.facts.unit))
-            return
+            if not self._saw_it_begin:
+                return
         for arrival in self._tape.more():
             if arrival.loss is not None:
                 self._losses = [*self._losses[-99:], arrival.loss]
