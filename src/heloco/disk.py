@@ -26,7 +26,7 @@ from heloco.errors import DiskError, RunStopped
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors of a machine that is short of memory or descriptors at the moment: the same call may succeed later."""
-WRITE_PIECE_BYTES = 1 << 16
+WRITE_PIECE_BYTES = 1 << 20
 SMALL_MAPPING_BYTES = 8 << 20
 
 
@@ -108,8 +108,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_all(file: BinaryIO, content: bytes | memoryview, before_piece: Callable[[], None] = lambda: None) -> None:
-    """Writes to an unbuffered file in small pieces. On ext4 a new file of 60 MB takes 16 ms this
-    way, and 140 ms in pieces of 4 MB. `before_piece` is called before each; what it raises ends the writing."""
+    """Writes to an unbuffered file in pieces of 1 MB. `before_piece` is called before each; what it raises ends the writing."""
     view, at = memoryview(content), 0
     while at < len(view):
         before_piece()

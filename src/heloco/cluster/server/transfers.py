@@ -2,10 +2,9 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import xxhash
 from torch import Tensor
@@ -19,8 +18,6 @@ from heloco.wire.layout import Layout, map_tensors, write
 
 ROUNDS = "rounds"
 FINAL = "final.safetensors"
-LARGE_PIECE = 1 << 20
-"""A piece of at least this many bytes is hashed in a thread while it is written."""
 
 
 def refuse_for_disk(error: OSError, path: Path) -> Refused:
@@ -72,9 +69,9 @@ class Upload:
                 raise Refused(RefusalCode.TOO_LONG, f"The body is longer than the {self.layout.size} bytes of the model's file.")
             self._check_header(piece)
             digest = self._digest.copy()
+            digest.update(piece)
             try:
-                with _hashing(digest, piece):
-                    write_all(self._file, piece)
+                write_all(self._file, piece)
             except OSError as error:
                 self._file.truncate(self.size)
                 self._file.seek(self.size)
@@ -149,28 +146,6 @@ class Upload:
             self._file.close()
         if remove:
             self.path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _hashing(digest: Any, piece: bytes | memoryview) -> Iterator[None]:
-    """Hashes a large piece in a thread while the body of the context runs. For a small piece a thread would take longer."""
-    thread = _started(digest.update, piece) if len(piece) >= LARGE_PIECE else None
-    if thread is None:
-        digest.update(piece)
-    try:
-        yield
-    finally:
-        if thread is not None:
-            thread.join()
-
-
-def _started(work: Callable[[Any], Any], argument: Any) -> threading.Thread | None:
-    thread = threading.Thread(target=work, args=(argument,))
-    try:
-        thread.start()
-    except RuntimeError:  # none is available
-        return None
-    return thread
 
 
 class Uploads:
