@@ -88,8 +88,22 @@ class ModelBlocks:
         self._check_frozen(start)
         for i, parameter in enumerate(self.parameters.values()):
             parameter.copy_(start[blocks.block_name(blocks.PARAMETER, i)])
+        self.load_buffers(start)
+
+    @torch.no_grad()
+    def load_buffers(self, start: dict[str, Tensor]) -> None:
+        """Copies the buffers of a start into the model, in place."""
         for i, buffer in enumerate(self.buffers()):
             buffer.copy_(start[blocks.block_name(blocks.BUFFER, i)])
+
+    @torch.no_grad()
+    def exchange_parameters(self, start: dict[str, Tensor]) -> None:
+        """The model and the start exchange their parameters, in place and block by block. A second time undoes it."""
+        for i, parameter in enumerate(self.parameters.values()):
+            block = start[blocks.block_name(blocks.PARAMETER, i)]
+            parameter_before = parameter.detach().to(block.device, copy=True)
+            parameter.copy_(block)
+            block.copy_(parameter_before)
 
     def _check_frozen(self, start: dict[str, Tensor]) -> None:
         if self._digest is None:
