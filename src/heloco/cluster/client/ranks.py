@@ -20,8 +20,8 @@ class Ranks:
         self.rank = torch.distributed.get_rank() if is_distributed else 0
 
     def ask(self, talk: Callable[[], T], take_part: Callable[[], object] = lambda: None) -> T:
-        """Calls `talk` on rank 0 and returns its result on every rank. An error on rank 0 is raised on every rank. The other ranks
-        call `take_part` each time `talk` calls them with `call_others`."""
+        """Calls `talk` on rank 0 and returns its result on every rank. An error on rank 0 is raised on every rank. Meanwhile the
+        other ranks call `take_part` each time `talk` calls them with `call_others`."""
         if self.size == 1:
             return talk()
         if self.rank:

@@ -27,5 +27,5 @@ class ScoreReport(Message, frozen=True, kw_only=True):
     round: Natural
     version: Natural
     own_steps: Natural
-    """Inner steps of the round that were done before: with 0 the model is the round's start, otherwise it is the machine's own."""
+    """Inner steps of the round that were done before. With 0 the model is the round's start, otherwise the machine's own."""
     scores: SourceScores

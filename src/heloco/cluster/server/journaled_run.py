@@ -305,6 +305,8 @@ class JournaledRun:
         if self.evaluations is not None:
             for record in self.evaluations.take_up(due, earlier, self.synchronizer.arrivals, self.final_model()):
                 self.lines.on_evaluation(record)
+            if self.machines_evaluate and self.synchronizer.arrivals == 0 and self.evaluations.newest < 0:
+                self.evaluate_if(True)  # if a machine was about to evaluate what the run begins with
 
     def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord], arrival: int) -> bool:
         """Whether an evaluation that was due before a restart is there, or can be made from the checkpoint at this arrival."""

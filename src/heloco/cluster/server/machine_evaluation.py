@@ -112,8 +112,8 @@ class MachineEvaluation:
             machine.has_evaluated = True
 
     def take_report(self, ticket: Ticket, report: ScoreReport) -> None:
-        """Records scores that a machine's training loop found in its round. If the run's model at this arrival, or at a later one,
-        has its scores, they stand."""
+        """Records scores that a machine's training loop found in its round. If the run's model has scores at this arrival or at a
+        later one, those stand."""
         key = RoundKey(report.worker, report.round, report.version)
         with self.state.lock:
             machine = self.rounds.holder_of(ticket, key)

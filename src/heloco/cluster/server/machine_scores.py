@@ -1,7 +1,7 @@
 """The scores that machines of an external run report: which are taken, and the line that each becomes.
 
-Scores can be compared with each other only if they have the same names, so the first ones settle the names for the run. Of several
-scores of the run's model at one arrival the first stand, so that the curve of the run has one point there."""
+Scores can be compared with each other only if they have the same names, so the first ones settle the names for the run. The
+run's model is scored at one arrival after the other, and of several scores at one arrival the first stand: they are one curve."""
 
 from collections.abc import Mapping
 

@@ -157,7 +157,7 @@ class Rollback:
         elif isinstance(event, Abandon):
             run.abandon(event.worker, event.kind, event.text, event.time_s)
         elif isinstance(event, Evaluate):
-            if not self._is_reached(run):  # after that point the parameters are others
+            if self.to is None or event.arrival <= self.to:  # later the parameters are others
                 run.note(event)
         elif not isinstance(event, Receive):
             run.note(event)
