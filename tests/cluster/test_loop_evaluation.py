@@ -12,21 +12,16 @@ import xxhash
 from torch import nn
 
 import heloco
-from heloco.cluster.protocol.messages import Assignment, EvaluationJob, Ticket, decode, encode
+from heloco.cluster.protocol.link import LinkDown
+from heloco.cluster.protocol.messages import EvaluationJob, Ticket, decode, encode
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
-from heloco.cluster.server.open_run import rebuild
-from heloco.cluster.server.replay import replay
-from heloco.cluster.server.rollback import Rollback
 from heloco.cluster.server.service import Service
-from heloco.records.events import Evaluate
-from heloco.records.journal_reader import FOLDER, read_events
-from heloco.run import RunFolder
 from support.local_link import LocalLink
 from support.own_loops import DEADLINE_S, adam, batches, external_runs, in_threads, loss_of, net, quiet, step, tape
 from support.runs import evals
 from support.scored_runs import served, task
-from support.small_cluster import Clock, Hand, delta, opened
+from support.small_cluster import Hand
 
 HELD_OUT = next(batches(seed=99))
 
@@ -165,20 +160,20 @@ def test_scores_are_a_loss_or_have_names(serve, scores, expected):
         ("low", "The score 'loss' is 'low', which is no number."),
         (True, "The score 'loss' is True, which is no number."),
         (None, "The score 'loss' is None, which is no number."),
-        ({1: 2.0}, "The name of a score is 1: give names as texts."),
+        ({1: 2.0}, "The name of a score is 1: give it a text of 1 to 100 characters."),
         ({}, "An evaluation has 1 to 100 scores, and this one has 0."),
-        ({f"n{i}": 1.0 for i in range(101)}, "An evaluation has 1 to 100 scores, and this one has 101."),
+        ({f"n{i}": 1.0 for i in range(101)}, "An evaluation has at most 100 scores, and this one has 101."),
         ({"other": 1.0}, "The run's evaluations have the scores loss of validation, and these are loss of other: give"),
         ({"loss": 1.0, "more": 1.0}, "The run's evaluations have the scores loss of validation, and these are loss, more of"),
         ({"a": {"loss": 1.0}, "b": {"x": 1.0}}, "The task's evaluation gave"),
         ({"\x1b[2J": 1.0}, "The name of a score has characters that cannot be shown: give it another name."),
-        ({"x" * 101: 1.0}, "The message is malformed"),
+        ({"x" * 101: 1.0}, "The name of a score is 'xxx"),
         (RuntimeError("no more memory"), "evaluate failed (RuntimeError: no more memory)."),
     ],
 )
 def test_scores_that_cannot_be_taken_are_refused_and_end_nothing(tmp_path, bad, reason):
     """The first and the last evaluation are good, those between are not."""
-    told: list[str] = []
+    messages: list[str] = []
     calls = 0
 
     def evaluate(_: nn.Module) -> Any:
@@ -192,11 +187,11 @@ def test_scores_that_cannot_be_taken_are_refused_and_end_nothing(tmp_path, bad, 
 
     with external_runs(tmp_path) as serve:
         service = serve(arrivals=8, eval_every=2)
-        train(service, tell=told.append, evaluate=evaluate)
+        train(service, tell=messages.append, evaluate=evaluate)
         assert [line["arrival"] for line in evals(service.state.folder)] == [0, 8] and calls == 5
         assert service.state.ended is not None and service.state.ended.kind == "finished"
-    lines = [line for line in told if "is left out" in line]
-    assert len(lines) == 3 and lines[0].startswith(f"The evaluation at arrival 2 is left out. {reason}"), told
+    lines = [line for line in messages if "is left out" in line]
+    assert len(lines) == 3 and lines[0].startswith(f"The evaluation at arrival 2 is left out. {reason}"), messages
 
 
 def test_without_a_machine_that_evaluates_the_run_goes_on_without(serve):
@@ -277,11 +272,11 @@ def test_of_several_scores_of_one_arrival_the_first_stand(serve):
     assert lines[3]["mean"]["loss"] == held_out_loss(model)
 
 
-def test_reports_that_are_refused_are_told_and_the_loop_goes_on(serve):
-    service, told = serve(arrivals=3), []
+def test_reports_that_are_refused_are_messages_and_the_loop_goes_on(serve):
+    service, messages = serve(arrivals=3), []
     model = net()
     optimizer = adam(model)
-    with heloco.join(LocalLink(service), model, optimizer, tell=told.append, stop_at_end=False) as run:
+    with heloco.join(LocalLink(service), model, optimizer, tell=messages.append, stop_at_end=False) as run:
         for i, batch in enumerate(batches()):
             for scores in ([1.0], [math.nan], [{"b": 1.0}], ["x"])[i] if i < 4 else []:
                 run.report_eval(scores)
@@ -290,7 +285,7 @@ def test_reports_that_are_refused_are_told_and_the_loop_goes_on(serve):
                 run.report_eval(1.0)  # there is no round any more: nothing happens
                 break
     assert len(evals(service.state.folder)) == 1
-    refused = [line for line in told if line.startswith("The scores were not recorded. ")]
+    refused = [line for line in messages if line.startswith("The scores were not recorded. ")]
     assert [line.split(". ", 1)[1].split(" ")[:3] for line in refused] == [
         ["The", "score", "'loss'"], ["The", "run's", "evaluations"], ["The", "score", "'loss'"],
     ]  # fmt: skip
@@ -302,165 +297,11 @@ def test_without_an_address_a_report_does_nothing():
         run.report_eval(1.0)
 
 
-# ---- restarts, the journal
-
-
-def report(hand: Hand, own_steps: int, loss: float) -> None:
-    assert hand.key is not None
-    hand.link.report_scores(
-        hand.ticket, ScoreReport(**hand.key._asdict(), own_steps=own_steps, scores={"validation": {"loss": loss}})
-    )
-
-
-def start(folder: Path, **settings: Any) -> Service:
-    return opened(folder, Clock(), **{"paces": [1.0], "eval_every": 2, "min_workers": 1, **settings})
-
-
-def next_job(service: Service, hand: Hand) -> EvaluationJob:
-    """The model that the machine is to evaluate. Its copy is written by then."""
-    assert service.state.run is not None
-    service.state.run.readers.wait()
-    answer = service.evaluation.next(hand.ticket, True)
-    assert isinstance(answer, EvaluationJob)
-    return answer
-
-
-def send(service: Service, ticket: Ticket, arrival: int, loss: float) -> None:
-    service.evaluation.take_in(ticket, EvaluationResult(arrival=arrival, scores={"validation": {"loss": loss}}))
-
-
-@pytest.mark.parametrize("checkpoint_every", [0, 2])
-def test_an_evaluation_that_is_due_is_handed_out_again_after_a_restart(tmp_path, checkpoint_every):
-    folder = tmp_path / "run"
-    service = start(folder, checkpoint_every=checkpoint_every)
-    hand = Hand(service, "gpu")
-    service.evaluation.next(hand.ticket, True)  # what the run begins with is due
-    for seed in range(3):
-        assert isinstance(hand.take(), Assignment)
-        if seed == 1:
-            report(hand, 0, 7.0)  # at arrival 1: what was due at arrival 0 is not any more
-            report(hand, 1, 8.0)
-        hand.hand_in(delta(seed))
-        service.housekeeping.save_if_due(wait=True)
-    assert next_job(service, hand).arrival == 2
-    service.close()
-    before = evals(folder)
-    assert [(line["arrival"], line.get("own_steps", 0)) for line in before] == [(1, 0), (1, 1)]
-    service = start(folder)
-    assert evals(folder) == before
-    hand.service = service
-    hand.join()
-    job = next_job(service, hand)
-    assert job.arrival == 2
-    model = hand.link.fetch_evaluated(hand.ticket, job, service.state.run.start_layout)
-    digest = xxhash.xxh3_64()
-    for i in range(2):
-        digest.update(model[f"parameter.{i}"].contiguous().view(-1).view(torch.uint8).numpy().data)
-    assert digest.hexdigest() == tape(service)[1]["digest"]
-    with pytest.raises(Refused) as refused:  # the names of scores are known after a restart, too
-        service.evaluation.take_in(hand.ticket, EvaluationResult(arrival=2, scores={"test": {"loss": 1.0}}))
-    assert refused.value.code is RefusalCode.SCORES
-    for _ in range(2):  # an answer may be lost, and the request repeated
-        send(service, hand.ticket, 2, 9.0)
-    assert isinstance(service.next(hand.ticket, evaluates=True), Assignment)
-    service.close()
-    lines = evals(folder)
-    assert lines[:2] == before and [(line["arrival"], line["mean"]["loss"]) for line in lines[2:]] == [(2, 9.0)]
-    start(folder).close()
-    assert evals(folder) == lines
-
-
-def test_lines_that_are_lost_are_made_again_from_the_journal(tmp_path):
-    folder = tmp_path / "run"
-    service = start(folder, checkpoint_every=0)
-    hand = Hand(service, "m")
-    for seed in range(3):
-        hand.take()
-        report(hand, 0, float(seed))
-        report(hand, 2, seed + 0.5)
-        hand.hand_in(delta(seed))
-    service.close()
-    lines = evals(folder)
-    assert [line["mean"]["loss"] for line in lines] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
-    (folder / "evals.jsonl").write_text("")
-    start(folder).close()
-    assert evals(folder) == lines
-    result = replay(RunFolder.open(folder), None)
-    assert result.difference is None
-
-
-def test_a_rollback_keeps_the_scores_that_are_still_true(tmp_path):
-    folder = tmp_path / "run"
-    service = start(folder, checkpoint_every=2, paces=[1.0, 1.0])
-    good, bad = Hand(service, "good"), Hand(service, "bad")
-    for seed in range(6):
-        hand = (good, bad)[seed % 2]
-        hand.take()
-        report(hand, 0, float(seed))
-        hand.hand_in(delta(seed))
-        service.housekeeping.save_if_due(wait=True)
-    service.close()
-    run = RunFolder.open(folder)
-    result = Rollback(run, to=3, without=frozenset({"bad"})).run(lambda target: rebuild(target, run, None))
-    assert (result.arrivals, result.left_out) == (4, 2)
-    assert [line["arrival"] for line in evals(folder)] == [0, 1, 2, 3]
-    assert sum(isinstance(event, Evaluate) for event, _ in read_events(folder / FOLDER)) == 4
-
-
-def test_a_machine_that_is_gone_holds_up_neither_others_nor_the_end(tmp_path):
-    folder = tmp_path / "run"
-    service = start(folder, arrivals=3, paces=[1.0, 1.0])
-    one, two = Hand(service, "one"), Hand(service, "two")
-    service.evaluation.next(one.ticket, True)
-    job = next_job(service, one)
-    assert job.arrival == 0 and service.evaluation.next(two.ticket, True) is None  # one machine at a time
-    one.leave()
-    assert next_job(service, two) == job
-    with pytest.raises(Refused) as refused:
-        one.link.fetch_evaluated(one.ticket, job, service.state.run.start_layout)
-    assert refused.value.code is RefusalCode.UNKNOWN_MACHINE
-    for seed in range(3):
-        two.work(seed)
-    two.leave()
-    service.finish_evaluations()  # nobody is here who could make them
-    assert service.admin.status().evaluations_due == 0 and evals(folder) == []
-    service.close()
-
-
-def test_a_spare_without_a_round_evaluates_one_model_after_the_other(tmp_path):
-    service = start(tmp_path / "run", eval_every=1)
-    trainer, spare = Hand(service, "trainer"), Hand(service, "spare")
-    service.evaluation.next(spare.ticket, True)
-    losses = []
-    for arrival in range(3):
-        service.state.run.readers.wait()
-        job = service.next(spare.ticket, evaluates=True)
-        assert isinstance(job, EvaluationJob) and job.arrival == arrival
-        send(service, spare.ticket, arrival, float(arrival))
-        losses.append(float(arrival))
-        if arrival < 2:
-            trainer.work(arrival)
-    assert [line["mean"]["loss"] for line in evals(tmp_path / "run")] == losses
-    service.close()
-
-
-def test_scores_for_a_round_that_the_machine_does_not_hold_are_refused(tmp_path):
-    service = start(tmp_path / "run")
-    hand = Hand(service, "m")
-    hand.take()
-    key = hand.key
-    hand.abandon()
-    with pytest.raises(Refused) as refused:
-        hand.link.report_scores(hand.ticket, ScoreReport(**key._asdict(), own_steps=0, scores={"v": {"loss": 1.0}}))
-    assert refused.value.code is RefusalCode.NOT_HELD and evals(tmp_path / "run") == []
-    service.close()
-
-
 def test_a_loop_whose_round_was_lost_reports_nothing_and_goes_on(serve):
-    service, told = serve(arrivals=3), []
+    service, messages = serve(arrivals=3), []
     model = net()
     optimizer = adam(model)
-    with heloco.join(LocalLink(service), model, optimizer, tell=told.append) as run:
+    with heloco.join(LocalLink(service), model, optimizer, tell=messages.append) as run:
         for i, batch in enumerate(batches()):
             if i == 1:
                 [machine] = service.state.roster
@@ -469,4 +310,40 @@ def test_a_loop_whose_round_was_lost_reports_nothing_and_goes_on(serve):
                 run.report_eval(1.0)
             step(model, optimizer, batch)
     assert evals(service.state.folder) == [] and len(tape(service)) == 3
-    assert any(line.startswith("The scores were not recorded.") for line in told)
+    assert any(line.startswith("The scores were not recorded.") for line in messages)
+
+
+# ---- a restart in the middle
+
+
+class Restarting(LocalLink):
+    """The synchronizer goes down while the machine fetches the first model that it is to evaluate."""
+
+    def __init__(self, service: Service, begin_again: Callable[[], Service]) -> None:
+        super().__init__(service)
+        self._begin_again: Callable[[], Service] | None = begin_again
+
+    def fetch_evaluated(self, ticket: Ticket, job: EvaluationJob, layout: Any) -> dict[str, torch.Tensor]:
+        if self._begin_again is not None:
+            self.service.close()
+            self.service, self._begin_again = self._begin_again(), None
+            raise LinkDown("The gateway does not answer.")
+        return super().fetch_evaluated(ticket, job, layout)
+
+
+def test_a_loop_evaluates_what_was_due_when_the_synchronizer_went_down(serve):
+    link = Restarting(serve(arrivals=6, eval_every=2), lambda: serve(arrivals=6, eval_every=2))
+    model, scored = net(), []
+    optimizer = adam(model)
+
+    def evaluate(model: nn.Module) -> float:
+        scored.append(digest_of(model))
+        return 1.0
+
+    with heloco.join(link, model, optimizer, tell=quiet, evaluate=evaluate):
+        for batch in batches():
+            step(model, optimizer, batch)
+    link.service.finish_evaluations()
+    digests = {line["arrival"]: line["digest"] for line in tape(link.service)}
+    arrivals = [line["arrival"] for line in evals(link.service.state.folder)]
+    assert arrivals == [0, 2, 4, 6] and scored[1:] == [digests[arrival] for arrival in arrivals[1:]]

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.client.ranks import Ranks
+from heloco.cluster.protocol.messages import SHORT_TEXT_LIMIT
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.protocol.score_messages import SCORE_LIMIT
 from heloco.records.json_numbers import finite_or_none
 
 LoopScores = float | Tensor | Mapping[str, Any]
@@ -80,12 +82,15 @@ def named_scores(scores: LoopScores) -> Scores:
     for source, measures in by_source.items():
         values = measures if isinstance(measures, Mapping) else {LOSS: measures}
         named[_name(source)] = {_name(measure): _number(value, measure) for measure, value in values.items()}
+    if (count := sum(map(len, named.values()))) > SCORE_LIMIT:
+        raise Refused(RefusalCode.SCORES, f"An evaluation has at most {SCORE_LIMIT} scores, and this one has {count}.")
     return named
 
 
 def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise Refused(RefusalCode.SCORES, f"The name of a score is {name!r:.100}: give names as texts.")
+    if not isinstance(name, str) or not 0 < len(name) <= SHORT_TEXT_LIMIT:
+        limits = f"a text of 1 to {SHORT_TEXT_LIMIT} characters"
+        raise Refused(RefusalCode.SCORES, f"The name of a score is {name!r:.100}: give it {limits}.")
     return name
 
 

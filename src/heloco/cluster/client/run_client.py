@@ -237,7 +237,7 @@ class RunClient:
             self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
             return
         self.tell(f"The evaluation at arrival {job.arrival} is left out. {reason}")
-        result = EvaluationResult(arrival=job.arrival, scores={}, error=printable(reason) or "it failed")
+        result = EvaluationResult(arrival=job.arrival, scores={}, has_failed=True, text=printable(reason))
         self._call(lambda ticket: self.link.send_scores(ticket, result))
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:

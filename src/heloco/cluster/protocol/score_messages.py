@@ -6,6 +6,8 @@ from msgspec import Meta
 
 from heloco.cluster.protocol.messages import Message, Natural, ShortText, Text
 
+SCORE_LIMIT = 100
+"""Numbers in one evaluation of an external run: sources times measures."""
 Measures: TypeAlias = Annotated[dict[ShortText, float | None], Meta(max_length=100)]
 SourceScores: TypeAlias = Annotated[dict[ShortText, Measures], Meta(max_length=10_000)]
 """Source -> the name and the value of each measure; None if it is not finite."""
@@ -16,8 +18,9 @@ class EvaluationResult(Message, frozen=True, kw_only=True):
 
     arrival: Natural
     scores: SourceScores
-    error: Text = ""
-    """Why the machine could not evaluate the model; empty if it could."""
+    has_failed: bool = False
+    """Whether the machine could not evaluate the model. Then there are no scores, and the text says why."""
+    text: Text = ""
 
 
 class ScoreReport(Message, frozen=True, kw_only=True):

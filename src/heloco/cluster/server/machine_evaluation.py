@@ -6,7 +6,7 @@ training loops report by themselves."""
 import math
 from pathlib import Path
 
-from heloco.cluster.protocol.messages import EvaluationJob, RoundKey, Ticket, Wait
+from heloco.cluster.protocol.messages import EvaluationJob, RoundKey, Ticket, Wait, printable
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.cluster.server.evaluation_queue import EvaluationDue, EvaluationQueue
@@ -83,7 +83,7 @@ class MachineEvaluation:
         if self._is_external:
             self._take_into_journal(machine, result)
             return
-        if result.error:
+        if result.has_failed:
             machine.evaluates = False  # the synchronizer does it
             return
         scores = {
@@ -105,8 +105,8 @@ class MachineEvaluation:
             due = queue.lent_due(machine.id, result.arrival) if queue is not None else None
             if queue is None or due is None:
                 return
-            if result.error:
-                queue.give_back(machine.id, result.arrival, result.error)
+            if result.has_failed:
+                queue.give_back(machine.id, result.arrival, printable(result.text))
             else:
                 self._note(run, machine, due, 0, run.machine_scores.check(result.scores))
             machine.has_evaluated = True

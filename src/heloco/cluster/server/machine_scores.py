@@ -9,14 +9,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.protocol.score_messages import SCORE_LIMIT
 from heloco.engine.local import evaluation_record
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import Evaluate
 from heloco.task import Scores, check_scores
-
-SCORE_LIMIT = 100
-"""Numbers in one evaluation: sources times measures."""
 
 
 class MachineScores(Struct, frozen=True):
