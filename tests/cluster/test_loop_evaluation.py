@@ -272,7 +272,7 @@ def test_of_several_scores_of_one_arrival_the_first_stand(serve):
     assert lines[3]["mean"]["loss"] == held_out_loss(model)
 
 
-def test_reports_that_are_refused_are_messages_and_the_loop_goes_on(serve):
+def test_reports_that_are_refused_are_told_and_the_loop_goes_on(serve):
     service, messages = serve(arrivals=3), []
     model = net()
     optimizer = adam(model)

@@ -91,10 +91,11 @@ def evaluate(model):
     return value + 100 * rank
 
 
-messages = []
+messages, progress = [], []
 generator = torch.Generator().manual_seed(7)
 with heloco.join(address, model, optimizer, evaluate=evaluate, tell=messages.append) as run:
     while True:
+        progress.append((run.progress, run.steps_left, run.run_arrivals, run.planned_arrivals))
         if run.round == 1:
             run.report_eval(-1.0)
         x = torch.randn(4, 3, generator=generator)
@@ -105,6 +106,7 @@ assert inner.training and inner[1].mine.item() == rank
 if rank == 0:
     service.finish_evaluations()
     print("\n".join(line for line in messages if "left out" in line))
+print(progress)
 print(calls)
 print([p.tolist() for p in inner.parameters()])
 dist.barrier()
@@ -133,9 +135,10 @@ def test_all_ranks_evaluate_and_the_first_one_reports(tmp_path):
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], e0 + e1
     first_lines, second_lines = first.splitlines(), second.splitlines()
-    assert first_lines[-2:] == second_lines[-2:]  # the same models in the same order, and the same one in the end
+    assert first_lines[-3:] == second_lines[-3:]  # the same models in the same order, and the same one in the end
+    assert second_lines[-3].startswith("[(0.0, 8, 0, 4), (0.125, 7, 0, 4), (0.25, 6, 1, 4), ")
     calls = json.loads(second_lines[-2])
-    assert len(calls) == 4 and len(first_lines) == 3
+    assert len(calls) == 4 and len(first_lines) == 4
     assert first_lines[0].endswith("is left out. evaluate failed on rank 1 (ValueError: no data here).")
     lines = evals(Path(tmp_path) / "run")
     assert [line["mean"]["loss"] for line in lines if line["mean"]["loss"] != -1] == [calls[0], *calls[2:]]

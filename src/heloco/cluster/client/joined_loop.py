@@ -387,7 +387,6 @@ class JoinedLoop:
         try:
             yield
         except Refused as refusal:
-            real_names = self._blocks.real_names() if self._blocks is not None else iter(())
-            names = {name: f"{kind} {real!r}" for name, kind, real in real_names}
-            text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: names.get(match[0], match[0]), refusal.text)
+            labels = self._blocks.labels() if self._blocks is not None else {}
+            text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: labels.get(match[0], match[0]), refusal.text)
             raise UserError(f"{self._run_address} does not take this machine: {text}") from refusal

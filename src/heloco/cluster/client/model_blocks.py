@@ -42,10 +42,17 @@ class ModelBlocks:
         """The blocks' names in the model, ordered by index."""
         return [*self.parameters, *self._buffers, *([blocks.FROZEN] if self._digest is not None else [])]
 
-    def real_names(self) -> Iterator[tuple[str, str, str]]:
-        """(name on the wire, "parameter" or "buffer", name in the model)"""
-        for kind, names in ((blocks.PARAMETER, list(self.parameters)), (blocks.BUFFER, self.names[len(self.parameters) :])):
-            yield from ((blocks.block_name(kind, i), kind, name) for i, name in enumerate(names))
+    def labels(self) -> dict[str, str]:
+        """Name on the wire -> what it is called in a sentence: "parameter" or "buffer", and its name in the model."""
+        labels: dict[str, str] = {}
+        for kind, names in ((blocks.PARAMETER, list(self.parameters)), (blocks.BUFFER, list(self._buffers))):
+            labels |= {blocks.block_name(kind, i): f"{kind} {name!r}" for i, name in enumerate(names)}
+        if self._frozen:
+            names = [repr(name) for name in self._frozen]
+            others = f" and {len(names) - 3} others" if names[3:] else ""
+            frozen_label = f"the list of the {len(names)} frozen parameters here ({', '.join(names[:3])}{others})"
+            labels[blocks.block_name(blocks.BUFFER, len(self._buffers))] = frozen_label
+        return labels
 
     def buffers(self) -> list[Tensor]:
         """The current buffers. A module may have replaced a buffer by another tensor."""
