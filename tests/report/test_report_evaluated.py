@@ -51,9 +51,9 @@ def test_the_curve_of_the_run_has_the_scores_of_its_model_alone(run: Run) -> Non
     loss, words = scores([run]).views
     assert list(loss.content.panels[0].lines[0].y) == [5.5, 5.0, 4.5, 4.0]
     assert list(words.content.panels[0].lines[0].y) == [50.0, 45.0, 40.0, 35.0]
-    own = own_scores([run])
-    assert own is not None and [view.label for view in own.views] == ["loss", "words"]
-    lines = own.views[0].content.panels[0].lines
+    chart = own_scores([run])
+    assert chart is not None and [view.label for view in chart.views] == ["loss", "words"]
+    lines = chart.views[0].content.panels[0].lines
     assert {line.label: list(line.y) for line in lines} == {"one": [1.0], "two": [1.0]}
     names = [chart["name"] for chart in page_data([run])["charts"]]
     assert names[:3] == ["scores", "sources", "own"] and names[-2:] == ["training", "correction"]
