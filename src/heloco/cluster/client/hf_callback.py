@@ -21,8 +21,10 @@ except ImportError as error:
 
 
 EVAL, SECONDS, MEMORY = "eval_", "runtime", "mem_"
-NO_SCORES = (SECONDS, "per_second", "_time")
-"""How the names of measures end that say how long an evaluation took."""
+TIMES = {
+    SECONDS, "samples_per_second", "steps_per_second", "tokens_per_second", "model_preparation_time", "jit_compilation_time",
+}  # fmt: skip
+"""What the Trainer says of how long an evaluation took."""
 
 
 class HeLoCoCallback(TrainerCallback):
@@ -156,7 +158,7 @@ def trainer_scores(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if beginning is None or not isinstance(value, int | float) or isinstance(value, bool):
             continue
         measure = name.removeprefix(beginning)
-        if not measure.endswith(NO_SCORES) and not measure.startswith(MEMORY):
+        if measure not in TIMES and not measure.startswith(MEMORY):
             source = beginning.removeprefix(EVAL).removesuffix("_") or VALIDATION
             scores.setdefault(source, {})[measure] = value
     return scores
