@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from heloco.cluster.client.join_own_loop import join
 from heloco.cluster.client.joined_loop import JoinedLoop
 from heloco.cluster.client.loop_evaluation import VALIDATION, LoopScores
-from heloco.cluster.client.loop_options import Evaluate
+from heloco.cluster.client.loop_options import ModelScorer
 from heloco.cluster.protocol.link import Link
 from heloco.errors import UserError
 
@@ -47,7 +47,7 @@ class HeLoCoCallback(TrainerCallback):
         reset_optimizer: bool = False,
         follow_run: bool = False,
         patience_s: float = 3600.0,
-        evaluate: Evaluate | None = None,
+        evaluate: ModelScorer | None = None,
         tell: Callable[[str], Any] = print,
     ) -> None:
         self.joined: JoinedLoop | None = None

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from heloco.cluster.client.joined_loop import JoinedLoop
-from heloco.cluster.client.loop_options import Evaluate, Options
+from heloco.cluster.client.loop_options import ModelScorer, Options
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def join(
     reset_optimizer: bool = False,
     stop_at_end: bool = True,
     patience_s: float = 3600.0,
-    evaluate: Evaluate | None = None,
+    evaluate: ModelScorer | None = None,
     tell: Callable[[str], Any] = print,
 ) -> "JoinedLoop":
     """A context in which the loop's model is trained together with other machines.

@@ -8,7 +8,7 @@ from torch import nn
 
 from heloco.cluster.client.loop_evaluation import LoopScores
 
-Evaluate = Callable[[nn.Module], LoopScores]
+ModelScorer = Callable[[nn.Module], LoopScores]
 """Scores a model."""
 
 
@@ -21,5 +21,5 @@ class Options:
     reset_optimizer: bool = False
     stop_at_end: bool = True
     patience_s: float = 3600.0
-    evaluate: Evaluate | None = None
+    evaluate: ModelScorer | None = None
     tell: Callable[[str], Any] = print
