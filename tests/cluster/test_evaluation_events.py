@@ -63,7 +63,7 @@ def test_an_evaluation_that_is_due_is_handed_out_again_after_a_restart(tmp_path,
     service.close()
     before = evals(folder)
     assert [(line["arrival"], line.get("own_steps", 0)) for line in before] == [(1, 0), (1, 1)]
-    service = start(folder)
+    service = start(folder, checkpoint_every=checkpoint_every)
     assert evals(folder) == before
     hand.service = service
     hand.join()
@@ -83,7 +83,7 @@ def test_an_evaluation_that_is_due_is_handed_out_again_after_a_restart(tmp_path,
     service.close()
     lines = evals(folder)
     assert lines[:2] == before and [(line["arrival"], line["mean"]["loss"]) for line in lines[2:]] == [(2, 9.0)]
-    start(folder).close()
+    start(folder, checkpoint_every=checkpoint_every).close()
     assert evals(folder) == lines
 
 
@@ -100,7 +100,7 @@ def test_lines_that_are_lost_are_made_again_from_the_journal(tmp_path):
     lines = evals(folder)
     assert [line["mean"]["loss"] for line in lines] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
     (folder / "evals.jsonl").write_text("")
-    start(folder).close()
+    start(folder, checkpoint_every=0).close()
     assert evals(folder) == lines
     result = replay(RunFolder.open(folder), None)
     assert result.difference is None

@@ -33,7 +33,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Service]]:
 
 
 def held_out_loss(model: nn.Module) -> float:
-    return float(loss_of(model, HELD_OUT))
+    with torch.no_grad():
+        return float(loss_of(model, HELD_OUT))
 
 
 def digest_of(model: nn.Module) -> str:

@@ -105,7 +105,7 @@ with heloco.join(address, model, optimizer, evaluate=evaluate, tell=messages.app
 assert inner.training and inner[1].mine.item() == rank
 if rank == 0:
     service.finish_evaluations()
-    print("\n".join(line for line in messages if "left out" in line))
+    print("\\n".join(line for line in messages if "left out" in line))
 print(progress)
 print(calls)
 print([p.tolist() for p in inner.parameters()])

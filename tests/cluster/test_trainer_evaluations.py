@@ -77,5 +77,5 @@ def test_the_trainers_own_evaluate_scores_the_runs_model(tmp_path: Path) -> None
     assert [(line["arrival"], line.get("own_steps", 0)) for line in lines] == [(i, 0) for i in range(5)]
     losses = [line["mean"]["loss"] for line in lines]
     assert losses == logged(trained)
-    assert abs(losses[0] - math.log(64)) < 0.2 and losses[-1] < losses[0] - 0.5
+    assert abs(losses[0] - math.log(64)) < 0.5 and losses[-1] < losses[0] - 0.5
     assert trained.evaluate()["eval_loss"] == losses[-1]  # the run's final model is loaded

@@ -25,7 +25,8 @@ class Ranks:
         if self.size == 1:
             return talk()
         if self.rank:
-            return self._listen(take_part)
+            answer_of_first: T = self._listen(take_part)
+            return answer_of_first
         answer: list[Any] = [None, "", False]
         failure: Exception | None = None
         try:
