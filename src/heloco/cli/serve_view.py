@@ -197,7 +197,7 @@ class RunView:
 def _evaluation_sentence(evaluation: EvaluationRecord, unit: str) -> tuple[int, str]:
     loss = f"mean validation loss {number(evaluation.mean.get('loss'))}"
     if not evaluation.is_of_run:
-        loss += f", of {name_of(evaluation.machine)}'s own model after {evaluation.own_steps} steps"
+        loss += f", of {name_of(evaluation.machine)}'s own model {evaluation.own_steps} inner steps later"
     return evaluation.arrival, f"real {duration(evaluation.time_s)}  {evaluation.units:,} {unit}  {loss}"
 
 
