@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from heloco.cluster.client.run_client import RunClient
-from heloco.cluster.protocol.messages import Assignment, ContributionReport, EvaluationJob, EvaluationResult, Wait
+from heloco.cluster.protocol.messages import Assignment, ContributionReport, EvaluationJob, Wait
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.protocol.score_messages import EvaluationResult
 from heloco.cluster.server.evaluation_queue import FOLDER, WAITING_LIMIT
 from heloco.cluster.server.scorers import ScorerHere, ScorerProcess
 from heloco.cluster.server.service import Service

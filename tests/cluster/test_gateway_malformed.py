@@ -26,7 +26,7 @@ RAW = 150
 """Of them, so many are no HTTP at all; each takes a connection of its own."""
 NAMES = {
     "malformed", "path", "method", "length", "too-long", "unknown-machine", "other-run", "not-held", "future", "offset", "layout",
-    "incomplete", "has-model", "version", "http", "no-model", "rate", "corrupted", "right", "secret",
+    "incomplete", "has-model", "version", "http", "no-model", "rate", "corrupted", "right", "secret", "scores",
 }  # fmt: skip
 Request = tuple[str, str, bytes, dict[str, str]]
 """Method, path with query, body, headers."""
@@ -91,6 +91,8 @@ class Malformed:
             "/v1/model": {"layout": layout},
             "/v1/model/commit": {"names": ["a", "b"], "digest": "0" * 32},
             "/v1/contribution/commit": about | NUMBERS | {"digest": "0" * 32},
+            "/v1/evaluation": {"arrival": 0, "scores": {"a": {"loss": 1.0}, "b": {"accuracy": 1.0}}},
+            "/v1/scores": about | {"own_steps": 0, "scores": {"a": {"loss": 1.0}}},
         }
         self.optional = {"layout", "loss", "last_loss", "samples", "units", "note"}
         self.queries: dict[tuple[str, str], dict[str, Any]] = {

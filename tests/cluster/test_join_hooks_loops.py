@@ -159,6 +159,13 @@ def test_frozen_parameters_stay_at_home_and_must_be_the_same_everywhere(serve):
             same[0].bias[0] += 1
         with pytest.raises(heloco.UserError, match=r"^The frozen parameter '0.bias' here is not that of the run"):
             heloco.join(LocalLink(service), same, adam(same), tell=quiet).__enter__()
+        wider = nn.Sequential(*half(0), nn.Identity())
+        wider[3].register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
+        listed = (
+            r"the list of the 3 frozen parameters here \('0.weight', '0.bias', '3.scale'\) is U8 \[3, 16\] and not U8 \[2, 16\]"
+        )
+        with pytest.raises(heloco.UserError, match=f"This run trains another model: here, {listed}"):
+            heloco.join(LocalLink(service), wider, adam(wider), tell=quiet).__enter__()
         first[0].requires_grad_(True)
         with pytest.raises(heloco.UserError, match=r"'0\.weight' was frozen when the run was joined and is trained"):
             step(first, optimizer, next(batches()))

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from heloco.books import RoundUnderWay
 from heloco.cluster.protocol.messages import Acknowledgement, Assignment
 from heloco.cluster.server.checkpoints import ServedState
+from heloco.cluster.server.evaluation_queue import EvaluationDue
+from heloco.cluster.server.machine_scores import MachineScores
 from heloco.cluster.server.replay import replay
 from heloco.errors import UserError
 from heloco.ledger import ShardPage
@@ -198,6 +200,8 @@ def test_states_of_1_to_130_workers_come_back_from_a_checkpoint(tmp_path, worker
         ),
         journal=Mark(), time_s=1.5, paused=None, evaluations_due=(), started_s={n: n / 7 for n in numbers},
         holders={n: f"m{n}" for n in numbers}, last_machines={}, start_digests=dict.fromkeys(numbers, "d"),
+        start_places={n: EvaluationDue(arrival=n, outer_step=n, time_s=n / 7, inner_steps=n, units=n) for n in numbers},
+        machine_scores=MachineScores(arrival=3, sources=("a", "b"), measures=("loss",)),
         contributors=[f"m{n}" for n in numbers], machines={}, acks=acks,
     )  # fmt: skip
     path = checkpoint.save(tmp_path / "checkpoints", state, {"parameter.0": torch.arange(workers)})

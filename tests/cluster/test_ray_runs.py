@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("ray", reason="ray is not installed")
 
+import heloco as package
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import MachineStatus, ModelCommit, Ticket
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
@@ -35,6 +37,7 @@ from heloco.run import RunFolder
 from heloco.wire.layout import Layout, pieces
 from ray_folder import beyond_loopback, family, listening
 from support import small_cluster
+from support.own_loops import adam, batches, net, step
 from support.process_memory import read_peak_bytes
 from support.ray_runs import LONGEST_S, check_exact, config, events, until
 from support.runs import evals, tape
@@ -130,6 +133,24 @@ def test_an_internal_error_of_the_supervisor_ends_the_run_and_is_logged_with_its
                 engine.wait(LONGEST_S)
         [record] = [record for record in caplog.records if record.name == "heloco.ray"]
         assert record.exc_info is not None and record.exc_info[0] is KeyError
+
+
+def test_a_loop_of_ones_own_evaluates_over_ray(cluster, tmp_path):
+    model, messages, results = net(), list[str](), iter([1.0, math.nan, 3.0])
+    optimizer = adam(model)
+    spec = spec_of(small_cluster.config(paces=[1.0], arrivals=4, eval_every=2), tmp_path / "run")
+    with RaySupervisor(spec, cluster=cluster) as engine:
+        link = RayLink()
+        with package.join(link, model, optimizer, tell=messages.append, evaluate=lambda _: next(results)) as run:
+            for i, batch in enumerate(batches()):
+                if i == 3:
+                    run.report_eval(2.0)
+                step(model, optimizer, batch)
+        assert engine.wait(LONGEST_S).kind == "finished"
+    lines = [(line["arrival"], line.get("own_steps", 0), line["mean"]["loss"]) for line in evals(tmp_path / "run")]
+    assert lines == [(0, 0, 1.0), (1, 1, 2.0), (4, 0, 3.0)]
+    [left_out] = [line for line in messages if "is left out" in line]
+    assert left_out.startswith("The evaluation at arrival 2 is left out. The score 'loss' of 'validation' is not finite")
 
 
 # ---- tensors in pieces

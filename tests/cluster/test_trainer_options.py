@@ -4,30 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import heloco
 from support.local_link import LocalLink
 from support.own_loops import external_runs
+from support.trainers import trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-
-def trainer(folder: Path, callback: Any, **arguments: Any) -> Any:
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=64, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
-    )
-    windows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)}] * 8
-    settings = {"max_steps": 1000, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1}
-    quiet = {"save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
-    return transformers.Trainer(
-        transformers.GPT2LMHeadModel(config),
-        transformers.TrainingArguments(output_dir=str(folder), **{**settings, **quiet, **arguments}),
-        train_dataset=windows,
-        eval_dataset=windows,
-        callbacks=[callback],
-    )
 
 
 def rates(trained: Any) -> list[float]:
@@ -70,3 +53,26 @@ def test_the_best_model_of_one_machine_does_not_take_the_place_of_the_runs(tmp_p
         with pytest.raises(heloco.UserError, match=r"^load_best_model_at_end would put one of this machine's own checkpoints"):
             trainer(tmp_path / "out", callback, **settings).train()
     trainer(tmp_path / "alone", heloco.HeLoCoCallback(), **settings, max_steps=5).train()
+
+
+class Notes(transformers.TrainerCallback):
+    """What others read off the Trainer's state after each step."""
+
+    def __init__(self) -> None:
+        self.planned: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+        self.planned.append(state.max_steps)
+
+
+def test_the_trainers_number_of_steps_follows_the_run(tmp_path: Path) -> None:
+    """The run takes 20 of the Trainer's 1,000 steps, or more of them than the Trainer was to make."""
+    for max_steps in (1000, 12):
+        with external_runs(tmp_path / str(max_steps)) as serve:
+            link = LocalLink(serve(inner_steps=5, arrivals=4))
+            callback, notes = heloco.HeLoCoCallback(link, follow_run=True, tell=lambda _: None), Notes()
+            trained = trainer(tmp_path / "out", callback, max_steps=max_steps)
+            trained.add_callback(notes)
+            trained.train()
+        assert notes.planned[:11] == [20] * 11
+        assert trained.state.global_step == (20 if max_steps == 1000 else 12)  # of which it has counted the epochs before

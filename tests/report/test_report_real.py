@@ -285,7 +285,7 @@ def test_machines_that_report_no_loss(tmp_path: Path) -> None:
     assert any("report no loss" in note for note in worker_charts.training([run]).views[0].notes)
     watched = heloco("watch", run.path, "--text")
     assert watched.code == 0 and "training loss not reported" in watched.out, watched.err
-    assert "Nothing is evaluated in such a run" in watched.out and "mute" in watched.out
+    assert "Nothing is evaluated in this run" in watched.out and "mute" in watched.out
 
 
 def test_a_browser_shows_such_a_run_in_silence(folder: Path, tmp_path: Path, browser_path: str | None) -> None:
@@ -384,7 +384,7 @@ def test_loops_that_join_over_https_are_watched_and_reported(host: RunHost, tmp_
     assert host.status().ended.kind == "finished" and watched.code == 0, watched.err
     progress_lines = re.findall(r"arrival +(\d+)/12  real \S+  ([\d,]+) samples  mean training loss (\d\.\d+)", watched.out)
     assert [arrival for arrival, *_ in progress_lines] == ["4", "8", "12"], watched.out
-    assert "Nothing is evaluated in such a run" in watched.out and "one" in watched.out and "two" in watched.out
+    assert "Nothing is evaluated in this run" in watched.out and "one" in watched.out and "two" in watched.out
     folder = tmp_path / "run"
     assert not (folder / "evals.jsonl").exists() or not evals(folder)
     result = heloco("report", folder, "--out", tmp_path / "page.html")

@@ -11,7 +11,6 @@ from heloco.cluster.protocol.messages import (
     BeatAnswer,
     ContributionReport,
     EvaluationJob,
-    EvaluationResult,
     Joined,
     JoinRequest,
     ModelCommit,
@@ -20,6 +19,7 @@ from heloco.cluster.protocol.messages import (
     RunInfo,
     Ticket,
 )
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.cluster.server.service import Service, wait_for_round
 from heloco.wire.layout import Layout, pieces_after, view
 
@@ -58,6 +58,9 @@ class LocalLink:
 
     def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
         self.service.evaluation.take_in(ticket, result)
+
+    def report_scores(self, ticket: Ticket, report: ScoreReport) -> None:
+        self.service.evaluation.take_report(ticket, report)
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         return view(layout, bytearray(self.service.rounds.final(ticket).read_bytes()))

@@ -65,16 +65,30 @@ def test_without_weights_in_the_folder_its_config_is_enough(llama, tmp_path):
     same_logits(reloaded(out), model.eval(), 300)
 
 
-def test_an_adapter_comes_out_as_an_adapter(llama, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"target_modules": ["q_proj", "v_proj"]}, "default"),
+        ({"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["mlp"]}, "default"),
+        ({"target_modules": ["q_proj"], "use_dora": True}, "another"),
+    ],
+    ids=["plain", "embeddings", "dora"],
+)
+def test_an_adapter_comes_out_as_an_adapter(llama, tmp_path, settings, name):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     base, folder = llama
-    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **settings), adapter_name=name)
     model.save_pretrained(tmp_path / "adapter")
+    adapter = tmp_path / "adapter" / ("" if name == "default" else name)
     run, out = trained(model, tmp_path), tmp_path / "exported"
-    assert command("export", run, "--format", "hf", "--hf", tmp_path / "adapter", "--out", out).code == 0
+    assert command("export", run, "--format", "hf", "--hf", adapter, "--out", out).code == 0
     fresh = transformers.AutoModelForCausalLM.from_pretrained(folder)
     same_logits(peft.PeftModel.from_pretrained(fresh, out).eval(), model.eval(), 300)
-    assert not any("heloco" in name for name in load_file(out / "adapter_model.safetensors"))
+    exported = load_file(out / "adapter_model.safetensors")
+    assert not any("heloco" in block for block in exported)
+    model.save_pretrained(tmp_path / "as-peft-does")  # with the run's final model in it
+    theirs = load_file(tmp_path / "as-peft-does" / adapter.relative_to(tmp_path / "adapter") / "adapter_model.safetensors")
+    assert all(torch.equal(exported[block], theirs[block]) for block in exported) and exported.keys() <= theirs.keys()
     assert command("export", run, "--out", tmp_path / "one.safetensors").code == 0
     names = set(load_file(tmp_path / "one.safetensors"))
     assert names == {name for name, p in model.named_parameters() if p.requires_grad}

@@ -20,6 +20,7 @@ from heloco.records.config_facts import ConfigFacts, read_config
 from heloco.records.evaluations import EvaluationRecord
 from heloco.records.events import PauseKind
 from heloco.records.lines import RecordT, Tail
+from heloco.records.machine_ids import name_of
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
@@ -107,6 +108,8 @@ class RunView:
         self._config: ConfigFacts | None = None
         self._tape: NewRecords[ArrivalRecord] | None = None
         self._evals: NewRecords[EvaluationRecord] | None = None
+        self._last_eval: EvaluationRecord | None = None
+        """The last evaluation of the run's model, and not of a machine's own."""
         self._new_sentences: list[tuple[int, str]] = []
         """(arrival, a sentence about it)"""
         self._losses: list[float] = []
@@ -124,7 +127,7 @@ class RunView:
             self._evals = NewRecords(self.folder / EVALS, EvaluationRecord, all_are_new=self._saw_it_begin)
             self._tape = NewRecords(self.folder / TAPE, ArrivalRecord, all_are_new=self._saw_it_begin)
             if self._evals.last is not None:
-                self._new_sentences.append(_evaluation_sentence(self._evals.last, self.facts.unit))
+                self._note_evaluation(self._evals.last, self.facts.unit)
             if not self._saw_it_begin:
                 return
         for arrival in self._tape.more():
@@ -132,7 +135,13 @@ class RunView:
                 self._losses = [*self._losses[-99:], arrival.loss]
             if self.facts.is_external and arrival.verdict != "refused":
                 self._new_sentences += self._training_sentence(arrival, self._config)
-        self._new_sentences += [_evaluation_sentence(evaluation, self.facts.unit) for evaluation in self._evals.more()]
+        for evaluation in self._evals.more():
+            self._note_evaluation(evaluation, self.facts.unit)
+
+    def _note_evaluation(self, evaluation: EvaluationRecord, unit: str) -> None:
+        self._new_sentences.append(_evaluation_sentence(evaluation, unit))
+        if evaluation.is_of_run:
+            self._last_eval = evaluation
 
     def _training_sentence(self, arrival: ArrivalRecord, config: ConfigFacts) -> list[tuple[int, str]]:
         """If nothing is evaluated: now and then, what the machines say of their losses."""
@@ -145,10 +154,10 @@ class RunView:
 
     @property
     def loss(self) -> str:
-        if self.facts and self.facts.is_external:
+        last = self._last_eval
+        if self.facts and self.facts.is_external and last is None:
             recent = self._losses[-20:]
             return f"training loss [b]{number(sum(recent) / len(recent) if recent else None)}[/] (nothing is evaluated)"
-        last = self._evals.last if self._evals else None
         return f"validation loss [b]{number(last.mean.get('loss') if last else None)}[/]"
 
     def panel(self, status: Status) -> RenderableType:
@@ -187,6 +196,8 @@ class RunView:
 
 def _evaluation_sentence(evaluation: EvaluationRecord, unit: str) -> tuple[int, str]:
     loss = f"mean validation loss {number(evaluation.mean.get('loss'))}"
+    if not evaluation.is_of_run:
+        loss += f", of {name_of(evaluation.machine)}'s own model {evaluation.own_steps} inner steps later"
     return evaluation.arrival, f"real {duration(evaluation.time_s)}  {evaluation.units:,} {unit}  {loss}"
 
 

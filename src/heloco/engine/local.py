@@ -301,13 +301,22 @@ class LocalRun:
 
 
 def evaluation_record(
-    scores: Scores, *, arrival: int, outer_step: int, time_s: float, inner_steps: int, units: int, machine: str = ""
+    scores: Scores,
+    *,
+    arrival: int,
+    outer_step: int,
+    time_s: float,
+    inner_steps: int,
+    units: int,
+    machine: str = "",
+    own_steps: int = 0,
 ) -> EvaluationRecord:
     """An evaluation's line: where the run was, and its scores. Raises UserError if a task gives something else than scores."""
     scores = check_scores(scores)
     return EvaluationRecord(
         arrival=arrival, outer_step=outer_step, time_s=time_s, inner_steps=inner_steps, units=units, machine=machine,
-        mean=finite_measures(mean_scores(scores)), scores={name: finite_measures(measures) for name, measures in scores.items()},
+        own_steps=own_steps, mean=finite_measures(mean_scores(scores)),
+        scores={name: finite_measures(measures) for name, measures in scores.items()},
     )  # fmt: skip
 
 

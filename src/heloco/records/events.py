@@ -1,7 +1,7 @@
 """The events of a run on real machines, as its journal keeps them.
 
-`Join`, `Part`, `Dispatch`, `Abandon`, `Receive`, `Pause` and `Resume`. Applying them in order gives the run's state: a restart
-does so from the last checkpoint on, a replay from the first. Codes (`kind`) are for programs, `text` is for people.
+`Join`, `Part`, `Dispatch`, `Abandon`, `Receive`, `Evaluate`, `Pause` and `Resume`. Applying them in order gives the run's state:
+a restart does so from the last checkpoint on, a replay from the first. Codes (`kind`) are for programs, `text` is for people.
 """
 
 from typing import Literal, TypeAlias
@@ -80,6 +80,22 @@ class Receive(_Event, frozen=True, kw_only=True, tag="receive"):
     units: int
 
 
+class Evaluate(_Event, frozen=True, kw_only=True, tag="evaluate"):
+    """A machine of an external run evaluated a model: the run's at an arrival, or its own some inner steps after that."""
+
+    machine: str
+    arrival: int
+    outer_step: int
+    arrival_s: float
+    """Time of the run at the arrival."""
+    inner_steps: int
+    units: int
+    own_steps: int
+    """Inner steps that the machine had made after the arrival's parameters; 0: the parameters are the run's."""
+    scores: dict[str, dict[str, float]]
+    """Source -> measure -> value."""
+
+
 class Pause(_Event, frozen=True, kw_only=True, tag="pause"):
     """No rounds are handed out from now on, or only to machines that have not contributed lately."""
 
@@ -91,4 +107,4 @@ class Resume(_Event, frozen=True, kw_only=True, tag="resume"):
     """The pause is over."""
 
 
-Event: TypeAlias = Join | Part | Dispatch | Abandon | Receive | Pause | Resume
+Event: TypeAlias = Join | Part | Dispatch | Abandon | Receive | Evaluate | Pause | Resume

@@ -18,10 +18,10 @@ Budget = Literal["units", "time_s"]
 def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float | None = None) -> list[TableData]:
     """A table per budget. Without one given: the smallest that all runs reached."""
     for run in runs:
-        if run.facts.is_external:
+        if run.facts.is_external and not run.evals:
             raise UserError(
-                f"Nothing is evaluated in {run.path}, so there is nothing to compare: its data is with the machines. "
-                "`heloco report` shows the training losses that they reported."
+                f"No machine evaluates {run.path}, so there is nothing to compare: its data is with the machines. "
+                "`heloco report` shows the training losses that they reported. heloco.join(…, evaluate=…) evaluates."
             )
         if not run.evals:
             raise UserError(f"Nothing has been evaluated yet in {run.path}: leave it out, or wait for its first evaluation.")

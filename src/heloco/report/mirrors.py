@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from heloco.errors import UserError, nearest
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.machine_ids import name_of
 from heloco.records.run_files import SEED_FOLDER
 from heloco.records.tape import CASES, ArrivalRecord
 
@@ -62,6 +63,10 @@ class Mirroring:
         self._log(numbers, record.arrival)
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
+        if not record.is_of_run:
+            machine = f"machine {name_of(record.machine)}"
+            self._log({f"{machine}/own validation {name}": value for name, value in record.mean.items()}, record.arrival)
+            return
         numbers = {f"validation/{measure}": value for measure, value in record.mean.items()}
         for source, scores in record.scores.items():
             numbers |= {f"validation {measure}/{source}": value for measure, value in scores.items()}

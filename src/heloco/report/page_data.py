@@ -19,14 +19,14 @@ from heloco.report.run_reader import Run
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
     """In the order of the page: first all runs together, then one at a time. If nothing is evaluated, the training losses that
     the machines report stand first."""
-    has_begun, is_external = any(len(run.tape) for run in runs), all(run.facts.is_external for run in runs)
+    has_begun, is_evaluated = any(len(run.tape) for run in runs), any(run.evals or not run.facts.is_external for run in runs)
     training = worker_charts.training(runs) if has_begun else None
-    charts = [curves.scores(runs), curves.sources(runs), training if is_external else None]
+    charts = [curves.scores(runs), curves.sources(runs), None if is_evaluated else training, curves.own_scores(runs)]
     charts += [curves.norms(runs), curves.traffic(runs)]
     if has_begun:
         charts += [machine_charts.participation(runs), worker_charts.timeline(runs), worker_charts.staleness(runs)]
         charts += [worker_charts.histogram(runs), worker_charts.shares(runs), machine_charts.shares(runs)]
-        charts += [None if is_external else training, correction_map.correction(runs)]
+        charts += [training if is_evaluated else None, correction_map.correction(runs)]
     return [chart for chart in charts if chart is not None]
 
 

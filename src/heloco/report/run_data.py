@@ -61,19 +61,17 @@ class RunData:
 
     @cached_property
     def evals(self) -> "pandas.DataFrame":
-        """A row per evaluation: where the run was, the mean of each measure over the sources, such as `loss`, and the measures
-        of each source, such as `loss/de`."""
-        import pandas
+        """A row per evaluation of the run's model: where the run was, the mean of each measure over the sources, such as `loss`,
+        and the measures of each source, such as `loss/de`."""
+        records = [record for record in read_records(self.path / EVALS, EvaluationRecord) if record.is_of_run]
+        return _evaluation_frame(records, without=("own_steps",))
 
-        names = [field.name for field in fields(EvaluationRecord) if field.name not in ("mean", "scores")]
-        places, measures = [], []
-        for record in read_records(self.path / EVALS, EvaluationRecord):
-            places.append([getattr(record, name) for name in names])
-            row = dict(record.mean)
-            for source, scores in record.scores.items():
-                row |= {f"{measure}/{source}": value for measure, value in scores.items()}
-            measures.append(row)
-        return pandas.concat([pandas.DataFrame(places, columns=names), pandas.DataFrame(measures, dtype=float)], axis=1)
+    @cached_property
+    def own_evals(self) -> "pandas.DataFrame":
+        """The same of evaluations of machines' own models within their rounds: `machine` says whose, and `own_steps` how many
+        inner steps after this arrival. These are no scores of the run's model."""
+        records = [record for record in read_records(self.path / EVALS, EvaluationRecord) if not record.is_of_run]
+        return _evaluation_frame(records)
 
     @cached_property
     def blocks(self) -> "pandas.DataFrame":
@@ -92,6 +90,20 @@ class RunData:
     @cached_property
     def _arrivals(self) -> list[ArrivalRecord]:
         return list(read_records(self.path / TAPE, ArrivalRecord))
+
+
+def _evaluation_frame(records: Sequence[EvaluationRecord], without: Sequence[str] = ()) -> "pandas.DataFrame":
+    import pandas
+
+    names = [field.name for field in fields(EvaluationRecord) if field.name not in ("mean", "scores", *without)]
+    places, measures = [], []
+    for record in records:
+        places.append([getattr(record, name) for name in names])
+        row = dict(record.mean)
+        for source, scores in record.scores.items():
+            row |= {f"{measure}/{source}": value for measure, value in scores.items()}
+        measures.append(row)
+    return pandas.concat([pandas.DataFrame(places, columns=names), pandas.DataFrame(measures, dtype=float)], axis=1)
 
 
 def _add_blocks(columns: dict[str, list[Any]], record: ArrivalRecord, blocks: BlockColumns, names: Sequence[str]) -> None:

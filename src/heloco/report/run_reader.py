@@ -100,6 +100,9 @@ class Run:
 
     def _start(self) -> None:
         self.tape, self.evals, self.milestones = Columns(), list[EvaluationRecord](), list[Milestone]()
+        self.own_evals = list[EvaluationRecord]()
+        """Scores of what single machines had made within their rounds. They are not the run's."""
+        self._stages_of_machines = list[EvaluationRecord | Milestone]()
         self.summary = RunSummary.from_facts(self.facts, self.window if self.facts.is_real else 0)
         self.journal = JournalSummary()
         self._tape_tail = Tail(self.path / TAPE, ArrivalRecord)
@@ -122,7 +125,7 @@ class Run:
         return self._count_records() != before
 
     def _count_records(self) -> int:
-        return len(self.tape) + len(self.evals) + self.journal.changes
+        return len(self.tape) + len(self.evals) + len(self.own_evals) + self.journal.changes
 
     def _read_on(self, tail: Tail[RecordT], take: Callable[[RecordT], None]) -> None:
         for record in tail.more():
@@ -144,6 +147,7 @@ class Run:
             losses = [loss for loss in self.tape.loss[-every:] if math.isfinite(loss)]
             loss = sum(losses) / len(losses) if losses else None
             self.milestones.append(Milestone(record.arrival, record.outer_step, record.time_s, self.summary.units, loss))
+            self._stages_of_machines.append(self.milestones[-1])
 
     def _add_event(self, event: Event) -> None:
         if refusal := self.journal.follow(event):
@@ -151,8 +155,12 @@ class Run:
             self.summary.add_refusal(*refusal)
 
     def _add_evaluation(self, record: EvaluationRecord) -> None:
+        if not record.is_of_run:
+            self.own_evals.append(record)
+            return
         self.evals.append(record)
         self.summary.add_evaluation(record)
+        self._stages_of_machines.append(record)
 
     # ---- what it says about itself
 
@@ -183,13 +191,15 @@ class Run:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its last arrival is there, and what is shown of it: an evaluation is written after the arrival it follows."""
-        return bool(stages := self.stages) and stages[-1].arrival >= self.planned
+        """Whether its last arrival is there, and what is shown of it: an evaluation is written after the arrival it follows. In
+        an external run there may be none."""
+        stages = self.milestones if self.facts.is_external else self.evals
+        return bool(stages) and stages[-1].arrival >= self.planned
 
     @property
     def stages(self) -> Sequence[EvaluationRecord | Milestone]:
-        """Its evaluations; its milestones if nothing is evaluated."""
-        return self.milestones if self.facts.is_external else self.evals
+        """Its evaluations. In an external run also its milestones, as they came."""
+        return self._stages_of_machines if self.facts.is_external else self.evals
 
     @property
     def cut_files(self) -> list[str]:

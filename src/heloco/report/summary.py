@@ -72,7 +72,7 @@ class RunSummary:
     is_real: bool = False
     """Whether the tape has the time of real machines, not that of a simulation."""
     is_external: bool = False
-    """Whether model and data are the machines' own: then nothing is evaluated."""
+    """Whether model and data are the machines' own: then only they can evaluate."""
     window: int = 0
     """The number of last arrivals over which it is counted which machines participate."""
     workers: list[WorkerSummary] = field(init=False)
@@ -152,7 +152,9 @@ class RunSummary:
             self.machine(machine).refused += 1
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
-        """Takes in an evaluation. The first and the last one are kept."""
+        """Takes in an evaluation of the run's model. The first and the last one are kept."""
+        if not record.is_of_run:
+            return
         self.first_eval = self.first_eval or record
         self.last_eval = record
 

@@ -22,7 +22,7 @@ from heloco.report.wording import MEASURES, duration, number
 if TYPE_CHECKING:
     from heloco.engine.schedule import WorkerShare
 
-NOTHING_EVALUATED = "Nothing is evaluated in such a run: the data is with the machines."
+NOTHING_EVALUATED = "Nothing is evaluated in this run: the data is with the machines, and none of them evaluates its model."
 MEASURED = "pace: seconds per inner step as measured, from handing out to arrival"
 
 
@@ -104,7 +104,7 @@ class Progress:
 
 
 def _loss(summary: RunSummary) -> str:
-    if summary.is_external:
+    if summary.is_external and summary.last_eval is None:
         last = [worker.loss for worker in summary.workers if worker.loss is not None]
         return f"training loss [b]{number(sum(last) / len(last) if last else None)}[/] (nothing is evaluated)"
     return f"validation loss [b]{number(summary.last_eval.mean.get('loss') if summary.last_eval else None)}[/]"
@@ -127,7 +127,7 @@ def tables(summary: RunSummary) -> Iterator[RenderableType]:
     if summary.last_eval:
         first, last = summary.first_eval or summary.last_eval, summary.last_eval
         yield scores_table(last.mean, last.scores, (first.mean, first.scores))
-    if summary.is_external:
+    elif summary.is_external:
         yield Text(NOTHING_EVALUATED)
     yield workers_table(summary)
     if summary.machines:
@@ -141,19 +141,20 @@ Scores = dict[str, Measures]
 
 def scores_table(mean: Measures, scores: Scores, start: tuple[Measures, Scores] | None = None) -> Table:
     """Each measure at the end, next to the start where there is one."""
-    measures = [m for m in MEASURES if m in mean]
+    measures = [*[m for m in MEASURES if m in mean], *sorted(mean.keys() - MEASURES.keys())]
     table = Table(title="Validation", title_justify="left")
     table.add_column("")
     for measure in measures:
+        name = MEASURES.get(measure, measure)
         if start is not None:
-            table.add_column(f"{MEASURES[measure]}, start", justify="right", style="dim")
-        table.add_column(MEASURES[measure] if start is None else "end", justify="right", style="bold")
+            table.add_column(Text(f"{name}, start"), justify="right", style="dim")
+        table.add_column(Text(name if start is None else "end"), justify="right", style="bold")
 
     def cells(*stages: Measures) -> list[str]:
         return [number(stage.get(measure)) for measure in measures for stage in stages]
 
     for name in scores:
-        table.add_row(name, *cells(*([start[1].get(name, {})] if start else []), scores[name]))
+        table.add_row(Text(name), *cells(*([start[1].get(name, {})] if start else []), scores[name]))
     table.add_section()
     table.add_row("mean", *cells(*([start[0]] if start else []), mean))
     return table

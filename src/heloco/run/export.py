@@ -2,6 +2,7 @@
 whole model, or of a run that trained an adapter, the adapter."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -128,8 +129,11 @@ def _form_of_theirs(source: Path, facts: RunFacts) -> Write:
 
 
 def _adapter_name(name: str) -> str:
-    """A parameter's name in the file of an adapter: without the name that the adapter has in the model."""
-    return name.replace(".modules_to_save.default.", ".").replace(".default.", ".")
+    """A parameter's name in the file of an adapter: without the name that the adapter has in the model, as peft writes it."""
+    name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)  # a module that is trained as a whole
+    name = re.sub(r"\.(lora_\w+)\.[^.]+(?=\.(?:weight|bias)$|$)", r".\1", name)
+    name = re.sub(r"\.default(?=\.|$)", "", name)  # of other adapters than LoRA
+    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def _write_folder(out: Path, write_into: Callable[[Path], None]) -> None:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from heloco.cluster.client.joined_loop import JoinedLoop, Options
+from heloco.cluster.client.joined_loop import JoinedLoop
+from heloco.cluster.client.loop_options import ModelScorer, Options
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def join(
     reset_optimizer: bool = False,
     stop_at_end: bool = True,
     patience_s: float = 3600.0,
+    evaluate: ModelScorer | None = None,
     tell: Callable[[str], Any] = print,
 ) -> "JoinedLoop":
     """A context in which the loop's model is trained together with other machines.
@@ -37,11 +39,15 @@ def join(
     reset_optimizer: clear the optimizer's state at every new start. By default the state is kept.
     stop_at_end: leave the block when the run has ended. If False, the loop then continues alone.
     patience_s: how long to try to reach a run that is out of reach; at most a minute before the first success.
+    evaluate: a function that scores a model. With it this machine offers to score the run's model every `eval_every` arrivals,
+        between two rounds: the function gets the loop's model with the run's parameters in it, and returns a loss, or losses by
+        names. Then the loop's own parameters are put back.
     tell: called with a line of text for the user now and then.
     """
     options = Options(
-        token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s, tell=tell
-    )
+        token=token, name=name, reset_optimizer=reset_optimizer, stop_at_end=stop_at_end, patience_s=patience_s,
+        evaluate=evaluate, tell=tell,
+    )  # fmt: skip
     if isinstance(address, nn.Module):
         raise UserError("heloco.join takes the address first: heloco.join(address, model, optimizer), or model=…, optimizer=….")
     address = address or os.environ.get(ADDRESS) or None

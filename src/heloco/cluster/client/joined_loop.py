@@ -12,7 +12,6 @@ import contextlib
 import re
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -22,6 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from heloco.cluster.client.connect import connect, find_token
+from heloco.cluster.client.loop_evaluation import LoopEvaluation, LoopScores, named_scores
+from heloco.cluster.client.loop_options import Options
 from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.client.model_blocks import ModelBlocks
 from heloco.cluster.client.ranks import Ranks
@@ -31,6 +32,7 @@ from heloco.cluster.client.run_progress import RunProgress
 from heloco.cluster.protocol.link import Link
 from heloco.cluster.protocol.messages import ContributionReport, Ended, WaitKind
 from heloco.cluster.protocol.refusals import Refused
+from heloco.cluster.protocol.score_messages import ScoreReport
 from heloco.errors import RunStopped, UserError
 from heloco.finite import all_finite
 from heloco.wire.blocks import PSEUDO_GRADIENT, blocks_of
@@ -50,18 +52,6 @@ class RunOver(BaseException):
         self.joined = joined
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """The options of `heloco.join`, which describes them."""
-
-    token: str | None = None
-    name: str | None = None
-    reset_optimizer: bool = False
-    stop_at_end: bool = True
-    patience_s: float = 3600.0
-    tell: Callable[[str], Any] = print
-
-
 class JoinedLoop:
     """The value of `with heloco.join(…) as run`: this machine's state in the run."""
 
@@ -73,6 +63,7 @@ class JoinedLoop:
         self._client: RunClient | None = None
         self._identity: MachineIdentity | None = None
         self._blocks: ModelBlocks | None = None
+        self._evaluation: LoopEvaluation | None = None
         self._start: dict[str, Tensor] = {}
         """The start of the round: the only copy of the model in memory besides the model itself."""
         self._plan, self._progress = RoundPlan(), RunProgress()
@@ -149,6 +140,20 @@ class JoinedLoop:
             self._losses.append(loss.detach() if isinstance(loss, Tensor) else float(loss))
         self._samples += samples
 
+    def report_eval(self, scores: LoopScores) -> None:
+        """Reports validation scores of the model as it is now: a loss, or losses by names. Before the first step of a round they
+        are scores of the run's model; after it, of this machine's own. The run's evaluations say which."""
+        client, key = self._client, self._plan.key
+        if client is None or self.ended or self._ranks.rank:
+            return
+        has_begun_step = 0 < len(self._pending_optimizers) < len(self._optimizers)
+        try:
+            client.report_scores(
+                ScoreReport(**key._asdict(), own_steps=self._steps + has_begun_step, scores=named_scores(scores))
+            )
+        except (Refused, NotHeld, RunEnded) as reason:
+            self._tell(f"The scores were not recorded. {reason}")
+
     # ---- coming and going
 
     def __enter__(self) -> Self:
@@ -157,7 +162,10 @@ class JoinedLoop:
         self._ranks = Ranks()
         try:
             include_all = self._ranks.ask(self._connect)
+            if include_all and self._options.evaluate is not None:
+                raise UserError("This run evaluates its model by its own task: leave evaluate out.")
             self._blocks = ModelBlocks(self._model, include_all=include_all)
+            self._evaluation = LoopEvaluation(self._options.evaluate, self._model, self._blocks, self._ranks)
             if not any(self._blocks.trained_by(optimizer) for optimizer in self._optimizers):
                 raise UserError("The optimizer moves none of the model's parameters: give the one that trains this model.")
             self._ranks.ask(self._enter_run)
@@ -215,8 +223,10 @@ class JoinedLoop:
         return not info.external
 
     def _enter_run(self) -> None:
-        assert self._client is not None and self._blocks is not None
+        assert self._client is not None and self._blocks is not None and self._evaluation is not None
         self._client.layout = self._blocks.layout
+        if self._options.evaluate is not None:
+            self._client.offer_evaluations(self._evaluation.score)
         try:
             with self._in_words():
                 if self._client.join().needs_model:
@@ -250,9 +260,9 @@ class JoinedLoop:
 
     def _exchange(self, finish: Callable[[], None]) -> None:
         """Finishes the round, and begins the next one."""
-        assert self._blocks is not None
+        assert self._blocks is not None and self._evaluation is not None
         self._is_exchanging = True
-        plan = self._ranks.ask(lambda: self._next_plan(finish))
+        plan = self._ranks.ask(lambda: self._next_plan(finish), self._evaluation.take_part)
         self._ranks.spread(self._blocks.tensors())
         if plan.clear_optimizer or self._options.reset_optimizer:
             for optimizer in self._optimizers:
@@ -377,7 +387,6 @@ class JoinedLoop:
         try:
             yield
         except Refused as refusal:
-            real_names = self._blocks.real_names() if self._blocks is not None else iter(())
-            names = {name: f"{kind} {real!r}" for name, kind, real in real_names}
-            text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: names.get(match[0], match[0]), refusal.text)
+            labels = self._blocks.labels() if self._blocks is not None else {}
+            text = re.sub(r"\b(parameter|buffer)\.\d+\b", lambda match: labels.get(match[0], match[0]), refusal.text)
             raise UserError(f"{self._run_address} does not take this machine: {text}") from refusal

@@ -42,10 +42,17 @@ class ModelBlocks:
         """The blocks' names in the model, ordered by index."""
         return [*self.parameters, *self._buffers, *([blocks.FROZEN] if self._digest is not None else [])]
 
-    def real_names(self) -> Iterator[tuple[str, str, str]]:
-        """(name on the wire, "parameter" or "buffer", name in the model)"""
-        for kind, names in ((blocks.PARAMETER, list(self.parameters)), (blocks.BUFFER, self.names[len(self.parameters) :])):
-            yield from ((blocks.block_name(kind, i), kind, name) for i, name in enumerate(names))
+    def labels(self) -> dict[str, str]:
+        """Name on the wire -> what it is called in a sentence: "parameter" or "buffer", and its name in the model."""
+        labels: dict[str, str] = {}
+        for kind, names in ((blocks.PARAMETER, list(self.parameters)), (blocks.BUFFER, list(self._buffers))):
+            labels |= {blocks.block_name(kind, i): f"{kind} {name!r}" for i, name in enumerate(names)}
+        if self._frozen:
+            names = [repr(name) for name in self._frozen]
+            others = f" and {len(names) - 3} others" if names[3:] else ""
+            frozen_label = f"the list of the {len(names)} frozen parameters here ({', '.join(names[:3])}{others})"
+            labels[blocks.block_name(blocks.BUFFER, len(self._buffers))] = frozen_label
+        return labels
 
     def buffers(self) -> list[Tensor]:
         """The current buffers. A module may have replaced a buffer by another tensor."""
@@ -88,8 +95,22 @@ class ModelBlocks:
         self._check_frozen(start)
         for i, parameter in enumerate(self.parameters.values()):
             parameter.copy_(start[blocks.block_name(blocks.PARAMETER, i)])
+        self.load_buffers(start)
+
+    @torch.no_grad()
+    def load_buffers(self, start: dict[str, Tensor]) -> None:
+        """Copies the buffers of a start into the model, in place."""
         for i, buffer in enumerate(self.buffers()):
             buffer.copy_(start[blocks.block_name(blocks.BUFFER, i)])
+
+    @torch.no_grad()
+    def exchange_parameters(self, start: dict[str, Tensor]) -> None:
+        """The model and the start exchange their parameters, in place and block by block. A second time undoes it."""
+        for i, parameter in enumerate(self.parameters.values()):
+            block = start[blocks.block_name(blocks.PARAMETER, i)]
+            parameter_before = parameter.detach().to(block.device, copy=True)
+            parameter.copy_(block)
+            block.copy_(parameter_before)
 
     def _check_frozen(self, start: dict[str, Tensor]) -> None:
         if self._digest is None:

@@ -17,15 +17,16 @@ from heloco.cluster.protocol.messages import (
     ContributionReport,
     Ended,
     EvaluationJob,
-    EvaluationResult,
     Joined,
     RoundAnswer,
     RoundKey,
     RunInfo,
     Ticket,
     Wait,
+    printable,
 )
 from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.errors import RunStopped, UserError
 from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
@@ -106,7 +107,7 @@ class RunClient:
         """Why this machine has no round at the moment; None if it has one, or has not asked."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
-        self._evaluate = evaluate
+        self._evaluate, self._goes_on_after_failures = evaluate, False
         self._round_key: RoundKey | None = None
         self._lock = threading.Lock()
         self._is_leaving = threading.Event()
@@ -168,6 +169,16 @@ class RunClient:
             if refusal.code is not RefusalCode.HAS_MODEL:
                 raise
 
+    # ---- evaluations
+
+    def offer_evaluations(self, evaluate: Callable[[dict[str, Tensor]], Scores]) -> None:
+        """Offers to evaluate models between rounds. One that fails is left out, and the next one is made again."""
+        self._evaluate, self._goes_on_after_failures = evaluate, True
+
+    def report_scores(self, report: ScoreReport) -> None:
+        """Reports scores that the training loop found in the current round. Raises `Refused` if the run does not take them."""
+        self._call(lambda ticket: self.link.report_scores(ticket, report))
+
     # ---- rounds
 
     def take(self, is_stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
@@ -195,7 +206,9 @@ class RunClient:
         return self._call(lambda ticket: self.link.next_round(ticket, wait_s, evaluates=evaluates))
 
     def _evaluate_model(self, job: EvaluationJob) -> None:
-        """Evaluates a model for the run. If that fails, another will do it."""
+        """Evaluates a model for the run. If that fails, another will do it, or it is left out."""
+        if self.joined.start_layout is None:  # the run got its model after this machine had joined
+            self._enter()
         layout = Layout(self.joined.start_layout or ())
         assert self._evaluate is not None
         try:
@@ -204,19 +217,28 @@ class RunClient:
             return
         try:
             scores = self._evaluate(model)
+        except Refused as refusal:
+            self._note_failure(job, refusal.text)
+            return
         except Exception as error:  # a task is the user's own code
-            self._stop_evaluating(job, f"{type(error).__name__}: {error}")
+            self._note_failure(job, f"{type(error).__name__}: {error}")
             return
         try:
             self._call(lambda ticket: self.link.send_scores(ticket, EvaluationResult(arrival=job.arrival, scores=scores)))
         except Refused as refusal:
-            if refusal.code is not RefusalCode.MALFORMED:
+            if refusal.code not in (RefusalCode.MALFORMED, RefusalCode.SCORES, RefusalCode.TOO_LONG):
                 raise
-            self._stop_evaluating(job, refusal.text)
+            self._note_failure(job, refusal.text)
 
-    def _stop_evaluating(self, job: EvaluationJob, reason: str) -> None:
-        self._evaluate = None
-        self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
+    def _note_failure(self, job: EvaluationJob, reason: str) -> None:
+        """Stops evaluating, or gives this evaluation back."""
+        if not self._goes_on_after_failures:
+            self._evaluate = None
+            self.tell(f"The evaluation at arrival {job.arrival} failed, and no other is made here ({reason}).")
+            return
+        self.tell(f"The evaluation at arrival {job.arrival} is left out. {reason}")
+        result = EvaluationResult(arrival=job.arrival, scores={}, has_failed=True, text=printable(reason))
+        self._call(lambda ticket: self.link.send_scores(ticket, result))
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
         layout = Layout(self.joined.start_layout or ())

@@ -22,6 +22,7 @@ from heloco.cluster.gateway.calls import ANSWER_S, Calls, Changes
 from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.cluster.server.process import RunHost
 from heloco.cluster.server.token_book import Token
 from heloco.cluster.server.transfers import Upload
@@ -34,6 +35,8 @@ LOOKS_PER_S, LOOK_BURST = 50.0, 200.0
 """Limits for viewers' requests from one address."""
 JOINS_PER_S, JOIN_BURST = 5.0, 256.0
 """Limits for joins from one address. Each join writes a line to the journal."""
+REPORTS_PER_S, REPORT_BURST = 1.0, 60.0
+"""Limits for the scores that one machine reports. Each report writes a line to the journal."""
 PROBE_LIMIT_BYTES = 1 << 26
 WORKER: tuple[Right, ...] = ("worker",)
 LOOKING: tuple[Right, ...] = ("viewer", "admin")
@@ -90,6 +93,7 @@ class Api:
         self.requests_allowed = Buckets(REQUESTS_PER_S, REQUEST_BURST)
         self._looks = Buckets(LOOKS_PER_S, LOOK_BURST)
         self._joins = Buckets(JOINS_PER_S, JOIN_BURST)
+        self._reports = Buckets(REPORTS_PER_S, REPORT_BURST)
         self._models: dict[str, Layout] = {}
         """Machine -> the layout of the model that it is sending."""
 
@@ -104,6 +108,7 @@ class Api:
             ("GET", "/start", WORKER, self.start),
             ("GET", "/evaluation", WORKER, self.evaluated_model),
             ("POST", "/evaluation", WORKER, self.scores),
+            ("POST", "/scores", WORKER, self.reported_scores),
             ("GET", "/final", WORKER, self.final),
             ("GET", "/contribution", WORKER, self.upload_state),
             ("PUT", "/contribution", WORKER, self.put_contribution),
@@ -285,8 +290,14 @@ class Api:
         return await self._file_body(request, ticket, path)
 
     async def scores(self, request: Request) -> Response:
-        ticket, result = self._ticket(request), await self._body(request, m.EvaluationResult, LARGE)
+        ticket, result = self._ticket(request), await self._body(request, EvaluationResult, LARGE)
         await self.calls.call_locked(self.service.evaluation.take_in, ticket, result)
+        return reply(m.Done())
+
+    async def reported_scores(self, request: Request) -> Response:
+        ticket, report = self._ticket(request), await self._body(request, ScoreReport)
+        self._limit(self._reports, ticket.machine)
+        await self.calls.call_locked(self.service.evaluation.take_report, ticket, report)
         return reply(m.Done())
 
     async def final(self, request: Request) -> Any:

@@ -18,6 +18,7 @@ from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import Refusal, RefusalCode, Refused, as_error
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.cluster.protocol.tokens import parse_token
 from heloco.errors import UserError
 from heloco.wire.layout import Layout, pieces_after, view
@@ -220,8 +221,11 @@ class HttpsLink:
             raise LinkDown("What arrived is not the model to evaluate (its digest differs).")
         return self._view_checked(layout, buffer)
 
-    def send_scores(self, ticket: Ticket, result: m.EvaluationResult) -> None:
+    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
         self._post("evaluation", result, headers=self._ticket_headers(ticket))
+
+    def report_scores(self, ticket: Ticket, report: ScoreReport) -> None:
+        self._post("scores", report, headers=self._ticket_headers(ticket))
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         return self._view_checked(layout, self._download("final", None, {}, ticket, layout.size))

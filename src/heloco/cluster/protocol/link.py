@@ -11,7 +11,6 @@ from heloco.cluster.protocol.messages import (
     BeatAnswer,
     ContributionReport,
     EvaluationJob,
-    EvaluationResult,
     Joined,
     Right,
     RoundAnswer,
@@ -22,6 +21,7 @@ from heloco.cluster.protocol.messages import (
     TokenInfo,
     TokenList,
 )
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.wire.layout import Layout, pieces
 
 
@@ -55,7 +55,10 @@ class Link(Protocol):
         """The model that this machine is to evaluate, checked."""
 
     def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
-        """Hands in the scores of a model that this machine evaluated."""
+        """Hands in the scores of a model that this machine evaluated, or says why there are none."""
+
+    def report_scores(self, ticket: Ticket, report: ScoreReport) -> None:
+        """Hands in scores that the machine's training loop found in its current round."""
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         """The model of a run that has ended."""

@@ -186,17 +186,6 @@ class RoundRequest(Message, frozen=True, kw_only=True):
     """Whether the machine offers to evaluate models."""
 
 
-Measures: TypeAlias = Annotated[dict[ShortText, float | None], Meta(max_length=100)]
-
-
-class EvaluationResult(Message, frozen=True, kw_only=True):
-    """The scores of a model that a machine evaluated."""
-
-    arrival: Natural
-    scores: Annotated[dict[ShortText, Measures], Meta(max_length=10_000)]
-    """Source -> the name and the value of each measure; None if it is not finite."""
-
-
 class Beat(Message, frozen=True, kw_only=True):
     """A sign of life."""
 

@@ -72,6 +72,8 @@ class RefusalCode(StrEnum):
     """The run has a model already."""
     NO_MODEL = "no-model"
     """The machines of this run bring their own model: join it from a training script."""
+    SCORES = "scores"
+    """The scores are not finite, too many, or have other names than the run's earlier ones."""
     FAILED = "failed"
     """The run failed with an error that its user can fix."""
     NO_SUCH = "no-such"

@@ -54,6 +54,7 @@ GROUP_OF = {
 }  # fmt: skip
 CALLS = {
     "abandon": "service.rounds.abandon", "send_scores": "service.evaluation.take_in",
+    "report_scores": "service.evaluation.take_report",
     "leave": "service.members.leave", "read": "service.admin.read",
     "stop": "service.admin.stop", "pause": "service.pauses.pause", "unpause": "service.pauses.unpause",
     "evict": "service.members.evict", "tokens": "list_tokens", "new_token": "new_token",

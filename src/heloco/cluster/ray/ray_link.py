@@ -20,6 +20,7 @@ from heloco.cluster.protocol import messages as m
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Right, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import Refused
+from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, Tls, check_versions, require_ray, start_ray
 from heloco.cluster.ray.replies import NAME, PIECE, tensor_deadline_s, value_of
 from heloco.errors import RunStopped, UserError
@@ -225,8 +226,11 @@ class RayLink:
             raise LinkDown("What arrived is not the model to evaluate (its digest differs).")
         return view(layout, self._room)
 
-    def send_scores(self, ticket: Ticket, result: m.EvaluationResult) -> None:
+    def send_scores(self, ticket: Ticket, result: EvaluationResult) -> None:
         self._ask("ask", "send_scores", ticket, result)
+
+    def report_scores(self, ticket: Ticket, report: ScoreReport) -> None:
+        self._ask("ask", "report_scores", ticket, report)
 
     def fetch_final(self, ticket: Ticket, layout: Layout) -> dict[str, Tensor]:
         self._download(ticket, None, layout)

@@ -19,6 +19,7 @@ from heloco.cluster.protocol.messages import Acknowledgement, Paused
 from heloco.cluster.server.evaluation_queue import EvaluationDue
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.machine_book import MachineRecord
+from heloco.cluster.server.machine_scores import MachineScores
 from heloco.cluster.server.tensor_readers import GaveWay
 from heloco.disk import FULL, make_durable
 from heloco.errors import DiskError, UserError
@@ -44,6 +45,8 @@ class ServedState(CheckpointState, frozen=True, kw_only=True):
     holders: dict[int, str]
     last_machines: dict[int, str]
     start_digests: dict[int, str]
+    start_places: dict[int, EvaluationDue]
+    machine_scores: MachineScores
     contributors: list[str]
     machines: dict[str, MachineRecord]
     acks: dict[int, list[Acknowledgement]]
@@ -59,7 +62,8 @@ def load(run: JournaledRun, state: ServedState, tensors: Mapping[str, Tensor]) -
     run.time_s, run.units, run.paused = state.time_s, state.units, state.paused
     run.saved_at = run.synchronizer.arrivals
     run.started_s, run.holders, run.last_machines = dict(state.started_s), dict(state.holders), dict(state.last_machines)
-    run.start_digests = dict(state.start_digests)
+    run.start_digests, run.start_places = dict(state.start_digests), dict(state.start_places)
+    run.machine_scores = state.machine_scores
     run.contributors.extend(state.contributors)
     run.book.load(state.machines)
     for worker, acks in state.acks.items():
@@ -101,7 +105,8 @@ def begin_saving(run: JournaledRun, *, gives_way: bool = False) -> Future[int | 
         config_digest=run.config.digest(), task_digest=run.task_digest, books=books, lines=line_sizes,
         journal=run.journal.end, time_s=run.time_s, units=run.units, paused=run.paused, evaluations_due=evaluations_due,
         started_s=dict(run.started_s), holders=dict(run.holders), last_machines=dict(run.last_machines),
-        start_digests=dict(run.start_digests), contributors=list(run.contributors), machines=run.book.to_records(),
+        start_digests=dict(run.start_digests), start_places=dict(run.start_places), machine_scores=run.machine_scores,
+        contributors=list(run.contributors), machines=run.book.to_records(),
         acks={worker: list(acks) for worker, acks in run.acks.items()},
     )  # fmt: skip
     segment = run.journal.open_again()

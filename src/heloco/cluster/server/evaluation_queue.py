@@ -5,6 +5,9 @@
 3. The line is written.
 
 Evaluations are made one after the other, in the order of their arrivals. A restart goes on with those that are still due.
+
+In an external run only the machines can evaluate. An evaluation becomes due while a machine is here that offers it, and what the
+machine finds is an event of the journal.
 """
 
 import contextlib
@@ -81,13 +84,14 @@ class Scorer(Protocol):
 
 
 class EvaluationQueue:
-    """`record` writes the line of an evaluation, with the name of the machine that made it."""
+    """`record` writes the line of an evaluation, with the name of the machine that made it. Without a `scorer` only machines
+    evaluate."""
 
     def __init__(
         self,
         run: Path,
         layout: Layout,
-        scorer: Scorer,
+        scorer: Scorer | None,
         record: Callable[[EvaluationDue, Scores, str], None],
         readers: TensorReaders,
     ) -> None:
@@ -109,18 +113,26 @@ class EvaluationQueue:
         self._lent_until_s = 0.0
         self.is_left_to: Callable[[str | None], bool] = lambda _: False
         """Whether a machine, or if None any machine, is here and evaluates."""
+        self.is_hopeless: Callable[[], bool] = lambda: False
+        """Whether no machine will come any more that could evaluate."""
+        self.newest = -1
+        """The newest arrival whose evaluation became due here."""
         self._changed = threading.Condition()
         self._is_over = False
         self._thread = threading.Thread(target=self._evaluate_all, name="heloco-evaluations", daemon=True)
 
     # ---- from the run, under its lock
 
-    def add(self, due: EvaluationDue, tensors: Mapping[str, Tensor]) -> EvaluationRecord | None:
-        """Begins an evaluation of these tensors. Returns its line if it was made before a restart."""
+    def add(self, due: EvaluationDue, tensors: Mapping[str, Tensor], *, was_due: bool = False) -> EvaluationRecord | None:
+        """Begins an evaluation of these tensors. Returns its line if it was made before a restart. If only machines evaluate, it
+        begins if one of them is here, or if it `was_due` before a restart."""
         if (earlier := self._earlier.pop(due.arrival, None)) and due.matches(earlier):
             return earlier
+        if self._scorer is None and not (was_due or self._is_wanted(due)):
+            return None
         with self._changed:
             self._due.append(due)
+            self.newest = due.arrival
             self._copy_arrivals.add(due.arrival)
             if len(self._due) > WAITING_LIMIT:
                 self._leave_out(self._due[WAITING_LIMIT // 2])  # neither the first, which is under way, nor the last
@@ -131,8 +143,14 @@ class EvaluationQueue:
             self._copy(due, tensors, leave)
         return None
 
-    def _leave_out(self, due: EvaluationDue) -> None:
-        log.warning("The evaluation at arrival %d was left out: evaluations take longer than the time between them.", due.arrival)
+    def _is_wanted(self, due: EvaluationDue) -> bool:
+        """Whether a machine is here that evaluates. While a restart follows the journal: whether one was here at this arrival."""
+        if self._thread.ident is not None:
+            return self.is_left_to(None)
+        return any(self.folder.glob(f"{_file_name(due)}.*"))
+
+    def _leave_out(self, due: EvaluationDue, reason: str = "evaluations take longer than the time between them") -> None:
+        log.warning("The evaluation at arrival %d was left out: %s.", due.arrival, reason)
         self._due.remove(due)
         self._remove_model(due)
 
@@ -149,7 +167,7 @@ class EvaluationQueue:
                 path.unlink()
 
     def _copy(self, due: EvaluationDue, tensors: Mapping[str, Tensor], leave: Callable[[], None]) -> None:
-        name, digest = f"arrival-{due.arrival:08d}", xxhash.xxh3_128()
+        name, digest = _file_name(due), xxhash.xxh3_128()
         partial = self.folder / f"{name}.partial"
         try:
             with partial.open("wb", buffering=0) as file:
@@ -163,6 +181,8 @@ class EvaluationQueue:
             leave()
             with self._changed:
                 self._copy_arrivals.discard(due.arrival)
+                if due not in self._due:
+                    self._remove_model(due)
                 self._changed.notify_all()
             self._remove_surplus()  # the other thread may evaluate for a long time
 
@@ -184,7 +204,7 @@ class EvaluationQueue:
     ) -> list[EvaluationRecord]:
         """Goes on with what is due at a checkpoint, of which these are the arrival and the tensors. `earlier`: lines that were
         written after it. Returns those that stay."""
-        self._earlier = {record.arrival: record for record in earlier}
+        self._earlier = {record.arrival: record for record in earlier if record.is_of_run}
         valid_records = []
         for each in due:
             if (record := self._earlier.get(each.arrival)) and each.matches(record):
@@ -192,19 +212,23 @@ class EvaluationQueue:
             elif path := self._intact_model(each):
                 self._models[each.arrival] = path
                 self._due.append(each)
+                self.newest = each.arrival
             elif each.arrival == arrival:
-                self.add(each, tensors)
+                self.add(each, tensors, was_due=True)
             else:
                 log.warning("The evaluation at arrival %d was left out: its model is gone.", each.arrival)
+        if self._scorer is None:  # the lines follow from events of the journal
+            self._earlier, valid_records = {}, []
         return valid_records
 
     def _intact_model(self, due: EvaluationDue) -> Path | None:
-        paths = self.folder.glob(f"arrival-{due.arrival:08d}.*.safetensors")
+        paths = self.folder.glob(f"{_file_name(due)}.*.safetensors")
         return next((path for path in paths if file_digest(path) == path.name.split(".")[1]), None)
 
     def is_possible(self, due: EvaluationDue, arrival: int) -> bool:
-        """Whether it can be evaluated after a restart from the checkpoint at this arrival."""
-        return due.arrival == arrival or self._intact_model(due) is not None
+        """Whether it can be evaluated after a restart from the checkpoint at this arrival, or need not be: what machines find
+        cannot be found again, so it does not matter that a model of theirs is lost."""
+        return self._scorer is None or due.arrival == arrival or self._intact_model(due) is not None
 
     def start(self) -> None:
         """Begins to evaluate. Until then evaluations are only collected."""
@@ -246,6 +270,25 @@ class EvaluationQueue:
             if self._is_lent_now(machine, arrival):
                 self._finish(self._due[0], scores, machine)
 
+    def lent_due(self, machine: str, arrival: int) -> EvaluationDue | None:
+        """An evaluation that is left to this machine; None if it is not, or is no longer."""
+        with self._changed:
+            return self._due[0] if self._is_lent_now(machine, arrival) else None
+
+    def give_back(self, machine: str, arrival: int, reason: str) -> None:
+        """Leaves out an evaluation that the machine could not make."""
+        with self._changed:
+            if self._is_lent_now(machine, arrival):
+                self._lent_to = None
+                self._leave_out(self._due[0], f"{machine} could not make it ({reason})")
+                self._changed.notify_all()
+
+    def settle(self, arrival: int) -> None:
+        """The model of this arrival was evaluated. Neither it nor an older one is due any more."""
+        with self._changed:
+            for due in [due for due in self._due if due.arrival <= arrival]:
+                self._finish(due, None)
+
     def _is_lent_now(self, machine: str, arrival: int) -> bool:
         is_first = bool(self._due) and self._due[0].arrival == arrival
         return self._lent_to == machine and is_first and not self._is_evaluating and not self._is_over
@@ -277,14 +320,25 @@ class EvaluationQueue:
         while True:
             self._remove_surplus()
             with self._changed:
+                if self._scorer is None:
+                    self._leave_out_what_nobody_evaluates()
                 if self._surplus:
                     continue
                 if self._is_over:
                     return None
-                if self._is_first_due_here():
+                if self._scorer is not None and self._is_first_due_here():
                     self._is_evaluating = True
                     return self._due[0]
                 self._changed.wait(LOOK_EVERY_S if self._due else None)
+
+    def _leave_out_what_nobody_evaluates(self) -> None:
+        for due in list(self._due):
+            if due.arrival not in self._models and due.arrival not in self._copy_arrivals:
+                self._leave_out(due, "its model is gone")
+            elif self.is_hopeless():
+                self._leave_out(due, "no machine is here that evaluates")
+        if not self._due:
+            self._changed.notify_all()
 
     def _is_first_due_here(self) -> bool:
         due = self._due[0] if self._due else None
@@ -297,7 +351,7 @@ class EvaluationQueue:
 
     def _score(self, due: EvaluationDue) -> Scores | None:
         path = self._models.get(due.arrival)
-        if path is None:
+        if path is None or self._scorer is None:
             return None
         try:
             return check_scores(self._scorer(path))
@@ -325,6 +379,12 @@ class EvaluationQueue:
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._scorer.close()
+        if self._scorer is not None:
+            self._scorer.close()
         if self._thread.ident is not None:
             self._thread.join()
+
+
+def _file_name(due: EvaluationDue) -> str:
+    """What the names of its model's files begin with."""
+    return f"arrival-{due.arrival:08d}"

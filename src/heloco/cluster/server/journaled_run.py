@@ -19,13 +19,14 @@ from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport
 from heloco.cluster.server.derived_lines import DerivedLines
 from heloco.cluster.server.evaluation_queue import EvaluationDue, EvaluationQueue, Scorer
 from heloco.cluster.server.machine_book import MachineBook
+from heloco.cluster.server.machine_scores import MachineScores, record_of
 from heloco.cluster.server.tensor_readers import TensorReaders
 from heloco.cluster.server.transfers import SnapshotStore, Upload
 from heloco.disk import file_digest, release_for
 from heloco.engine.local import Observer, evaluation_record, is_due
 from heloco.errors import RunStopped, UserError
 from heloco.records.evaluations import EvaluationRecord
-from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Event, Join, Part, Pause, Receive, Resume
+from heloco.records.events import WASTED, Abandon, AbandonKind, Dispatch, Evaluate, Event, Join, Part, Pause, Receive, Resume
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, contribution_path
 from heloco.records.json_numbers import finite_or_none
@@ -56,8 +57,10 @@ class JournaledRun:
         folder: RunFolder | None,
         path: Path | None = None,
         scorer: Scorer | None = None,
+        machines_evaluate: bool = False,
         observers: list[Observer] | None = None,
     ) -> None:
+        """`scorer` evaluates the run's model. With `machines_evaluate`, only machines do, and report what they find."""
         self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
         self.path = folder.path if folder else path
         self.lines = DerivedLines(folder, observers or [])
@@ -75,6 +78,9 @@ class JournaledRun:
         """Worker -> the machine that made its last accepted contribution."""
         self.start_digests: dict[int, str] = {}
         """Version -> the digest of the start file of its rounds, while at least one of them is under way."""
+        self.start_places: dict[int, EvaluationDue] = {}
+        """Worker -> where the run was when its round was handed out."""
+        self.machine_scores = MachineScores()
         self.started_s: dict[int, float] = {}
         """Worker -> the time at which its round was handed out."""
         self.acks: dict[int, deque[Acknowledgement]] = {w: deque(maxlen=ACKS_KEPT) for w in range(synchronizer.workers)}
@@ -89,7 +95,8 @@ class JournaledRun:
         """The checkpoint that is being written."""
         self.readers = TensorReaders()
         self.evaluations: EvaluationQueue | None = None
-        if scorer is not None and folder is not None:
+        self.machines_evaluate = machines_evaluate
+        if (scorer is not None or machines_evaluate) and folder is not None:
             self.evaluations = EvaluationQueue(folder.path, self.start_layout, scorer, self._note_scores, self.readers)
         self._journal: Journal | None = None
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
@@ -115,8 +122,8 @@ class JournaledRun:
 
     # ---- events, live
 
-    def note(self, event: Join | Part | Pause | Resume) -> None:
-        """Records an event that changes no parameters: a machine that joined or left, a pause."""
+    def note(self, event: Join | Part | Pause | Resume | Evaluate) -> None:
+        """Records an event that changes no parameters: a machine that joined, left or evaluated, a pause."""
         self.journal.append(event)
         self.follow(event)
 
@@ -198,6 +205,8 @@ class JournaledRun:
             self.book.note_join(event.machine, event.secret_hash, event.token, event.seat)
         elif isinstance(event, Part):
             self.book.note_part(event.machine, event.kind, event.text)
+        elif isinstance(event, Evaluate):
+            self._follow_evaluation(event)
         elif isinstance(event, Pause):
             self.paused = Paused(kind=event.kind, text=event.text)
         else:
@@ -208,6 +217,13 @@ class JournaledRun:
         self.holders[event.worker], self.started_s[event.worker] = event.machine, event.time_s
         terms = self.synchronizer.dispatch(event.worker, with_start=False)
         self.start_digests[terms.version] = event.start_digest
+        self.start_places[event.worker] = self._place()
+
+    def _follow_evaluation(self, event: Evaluate) -> None:
+        self.machine_scores = self.machine_scores.after(event)
+        if self.evaluations is not None and not event.own_steps:
+            self.evaluations.settle(event.arrival)
+        self.lines.on_evaluation(record_of(event))
 
     def _forget_digests(self) -> None:
         versions = {terms.version for terms in self.synchronizer.rounds_under_way.values()}
@@ -270,13 +286,16 @@ class JournaledRun:
         """Begins an evaluation if one is due."""
         if not condition or self.evaluations is None:
             return
+        if earlier := self.evaluations.add(self._place(), self.final_model()):
+            self.lines.on_evaluation(earlier)
+
+    def _place(self) -> EvaluationDue:
+        """Where the run is now."""
         synchronizer = self.synchronizer
-        due = EvaluationDue(
+        return EvaluationDue(
             arrival=synchronizer.arrivals, outer_step=synchronizer.outer_step, time_s=self.time_s,
             inner_steps=synchronizer.steps_accepted, units=self.units,
         )  # fmt: skip
-        if earlier := self.evaluations.add(due, self.final_model()):
-            self.lines.on_evaluation(earlier)
 
     def _note_scores(self, due: EvaluationDue, scores: Scores, machine: str) -> None:
         self.lines.on_evaluation(evaluation_record(scores, **asdict(due), machine=machine))
@@ -286,6 +305,8 @@ class JournaledRun:
         if self.evaluations is not None:
             for record in self.evaluations.take_up(due, earlier, self.synchronizer.arrivals, self.final_model()):
                 self.lines.on_evaluation(record)
+            if self.machines_evaluate and self.synchronizer.arrivals == 0 and self.evaluations.newest < 0:
+                self.evaluate_if(True)  # if a machine was about to evaluate what the run begins with
 
     def can_evaluate(self, due: EvaluationDue, earlier: list[EvaluationRecord], arrival: int) -> bool:
         """Whether an evaluation that was due before a restart is there, or can be made from the checkpoint at this arrival."""

@@ -201,7 +201,9 @@ def external_run(
     def build(model: ExternalModel, folder: RunFolder) -> JournaledRun:
         model.to(pick_device(config.run.device))
         synchronizer = build_synchronizer(config, model, [shard.windows for shard in task.shards])
-        return JournaledRun(synchronizer, config, task_digest=task.digest, folder=folder, observers=observers)
+        return JournaledRun(
+            synchronizer, config, task_digest=task.digest, folder=folder, machines_evaluate=True, observers=observers
+        )
 
     def create_run(layout: Layout, tensors: dict[str, Tensor], names: list[str]) -> tuple[JournaledRun, SnapshotStore]:
         model = ExternalModel(layout, tensors, names)

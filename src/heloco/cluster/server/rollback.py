@@ -17,7 +17,7 @@ from heloco.cluster.server.checkpoints import ServedState
 from heloco.cluster.server.evaluation_queue import evaluations_after
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.errors import UserError
-from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Receive
+from heloco.records.events import Abandon, Dispatch, Evaluate, Event, Join, Part, Receive
 from heloco.records.journal import Journal
 from heloco.records.journal_reader import FOLDER, JournalDamaged, contribution_path, read_events, segments
 from heloco.records.machine_ids import name_of
@@ -156,6 +156,9 @@ class Rollback:
             run.dispatch(event.worker, event.machine, event.steps, event.start_digest, event.time_s)
         elif isinstance(event, Abandon):
             run.abandon(event.worker, event.kind, event.text, event.time_s)
+        elif isinstance(event, Evaluate):
+            if self.to is None or event.arrival <= self.to:  # later the parameters are others
+                run.note(event)
         elif not isinstance(event, Receive):
             run.note(event)
         elif event.machine in self.without and self._is_reached(run):

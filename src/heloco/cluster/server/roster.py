@@ -51,6 +51,8 @@ class Machine:
     """Number of its contributions that were refused in a row."""
     evaluates: bool = False
     """Whether the machine offers to evaluate models."""
+    has_evaluated: bool = False
+    """Whether the machine has evaluated a model since its last round."""
     commits_under_way: int = 0
     """Number of its commits that are being processed. While there is one, the machine is not lost."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_KEPT))
@@ -152,7 +154,7 @@ class Roster:
 
     def assign(self, machine: Machine, key: RoundKey, now_s: float, allowed_s: float) -> None:
         """The machine holds this round from now on, for at most `allowed_s`."""
-        machine.round, machine.steps = key, 0
+        machine.round, machine.steps, machine.has_evaluated = key, 0, False
         machine.seen_s = machine.progressed_s = machine.asked_s = now_s
         machine.deadline_s = now_s + allowed_s
 

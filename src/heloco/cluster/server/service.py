@@ -53,13 +53,16 @@ class Service:
         self.members = Membership(state, self.rounds, self.pauses)
         self.contributions = Contributions(state, self.rounds, self.members)
         self.housekeeping = Housekeeping(state, self.rounds, self.members, self.pauses)
-        self.evaluation = MachineEvaluation(state)
+        self.evaluation = MachineEvaluation(state, self.rounds)
         self.admin = Administration(state, self.rounds)
         self.models = ModelIntake(state, create_run, self._serve_new_run)
 
     def next(self, ticket: Ticket, evaluates: bool = False) -> RoundAnswer:
         """The next thing to do for a machine: a round, or a model to evaluate if it offers that."""
-        return self.evaluation.next(ticket, evaluates) or self.rounds.next(ticket)
+        if job := self.evaluation.next(ticket, evaluates):
+            return job
+        answer = self.rounds.next(ticket)
+        return (self.evaluation.next(ticket, evaluates, is_idle=True) or answer) if isinstance(answer, Wait) else answer
 
     def describe(self) -> RunInfo:
         """What a machine needs to know before it joins."""

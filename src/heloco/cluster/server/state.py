@@ -75,15 +75,16 @@ class ServiceState:
         raise Refused(RefusalCode.ENDED, f"The run has ended: {self.ended.text}", end=self.ended.kind)
 
     @contextmanager
-    def recording(self) -> Iterator[JournaledRun]:
-        """Locks the run, for a change that goes into its journal.
+    def recording(self, *, may_be_finished: bool = False) -> Iterator[JournaledRun]:
+        """Locks the run, for a change that goes into its journal. `may_be_finished`: also when all arrivals are in.
 
         1. If the disk is full or there are no file descriptors, nothing has changed: the request is refused and
            may be repeated.
         2. Any other error may have left the state in memory half changed. The state on disk is complete: the
            process stops, and a restart continues from there."""
         with self.changed:
-            self.check_open()
+            if not (may_be_finished and self.ended is not None and self.ended.kind == "finished"):
+                self.check_open()
             assert self.run is not None
             try:
                 yield self.run

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from heloco.records.evaluations import EvaluationRecord
-from heloco.report.charts.chart import Chart, View, run_colours
+from heloco.report.charts.chart import WORKER_COLOURS, Chart, View, run_colours
 from heloco.report.charts.figures import Figure, Line, Panel, caption_of
 from heloco.report.charts.sampling import budget, note, thinned
 from heloco.report.run_groups import RunGroup, group_runs, has_seeds, seed_mean
@@ -17,8 +17,8 @@ Position = Callable[[EvaluationRecord], float]
 Point = tuple[int, float, float]
 """What is the same in all seeds, such as the arrival; x; y."""
 NOTHING_EVALUATED = (
-    "Nothing is evaluated in such a run: the data is with the machines, and the synchronizer has none. How it gets on is the "
-    "training loss that the machines report."
+    "Nothing is evaluated in this run: the data is with the machines, and none of them evaluates the run's model. How it gets on "
+    "is the training loss that the machines report."
 )
 Y_LABELS = {"loss": "loss (nats per token)", "bits_per_byte": "bits per byte", "accuracy": "accuracy"}
 
@@ -84,7 +84,7 @@ def y_label(measure: str, runs: Sequence[Run]) -> str:
 
 def scores(runs: Sequence[Run]) -> Chart:
     """The chart of the mean over sources, drawn over steps and over time."""
-    if all(run.facts.is_external for run in runs):
+    if all(run.facts.is_external and not run.evals for run in runs):
         return Chart("scores", "Validation", NOTHING_EVALUATED, [], "view")
     views, x = [], axes_of(runs)
     for measure in measures_of(runs):
@@ -109,6 +109,32 @@ def sources(runs: Sequence[Run]) -> Chart | None:
             label = f"{MEASURES.get(measure, measure)} over {x_label}"
             views.append(figure_view(label, figure, max(len(run.evals) for run in runs), budget(len(runs))))
     return Chart("sources", "Validation per source", "One panel per source, all on one scale.", views, "view") if views else None
+
+
+def own_scores(runs: Sequence[Run]) -> Chart | None:
+    """The chart of what machines found for their own models, within their rounds: a line per machine."""
+    lines_of: dict[str, list[Line]] = {}
+    longest, limit, time = 0, budget(len(runs)), time_label(runs)
+    for run in runs:
+        machines = sorted({record.machine for record in run.own_evals})
+        for i, machine in enumerate(machines):
+            records = [record for record in run.own_evals if record.machine == machine]
+            longest = max(longest, len(records))
+            name = run.summary.label(machine)
+            label = name if len(runs) == 1 else f"{run.name}: {name}"
+            for measure in records[0].mean:
+                values = [math.nan if (value := score_of(measure)(record)) is None else value for record in records]
+                look = (WORKER_COLOURS[i % len(WORKER_COLOURS)], False)
+                line = line_of(label, [record.time_s for record in records], values, look, limit)
+                lines_of.setdefault(measure, []).append(line)
+    if not lines_of:
+        return None
+    views = []
+    for measure, lines in lines_of.items():
+        figure = Figure("own", "", "", [Panel("", lines, time, y_label(measure, runs))], 1)
+        views.append(figure_view(MEASURES.get(measure, measure), figure, longest, limit))
+    about = "What machines found for their own models in the middle of a round. These are no scores of the run's model."
+    return Chart("own", "Validation of the machines' own models", about, views, "view")
 
 
 def score_of(measure: str, source: str | None = None) -> Callable[[EvaluationRecord], float | None]:
