@@ -39,7 +39,7 @@ class RefusalCode(StrEnum):
     ENDED = "ended"
     """The run takes no more contributions."""
     SUSPENDED = "suspended"
-    """The run is suspended: its process ends in an orderly way, and will be started again. Machines keep their rounds and wait."""
+    """The run is suspended: its process ends, and will be started again by whoever serves it. Machines keep their rounds."""
     AWAY = "away"
     """The synchronizer's process is about to stop and will be started again: ask again later."""
     BUSY = "busy"
