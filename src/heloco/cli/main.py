@@ -30,19 +30,8 @@ if TYPE_CHECKING:
     from heloco.run import RunConfig, RunFolder
 
 WITH_PLUGINS = (
-    "train",
-    "resume",
-    "eval",
-    "export",
-    "schedule",
-    "methods",
-    "serve",
-    "join",
-    "doctor",
-    "replay",
-    "rollback",
-    "study",
-)
+    "train", "resume", "eval", "export", "schedule", "methods", "serve", "join", "doctor", "replay", "rollback", "study",
+)  # fmt: skip
 """The commands that build something a run names."""
 
 
@@ -89,12 +78,7 @@ def parser() -> Parser:
     add("serve", serve, add_serve_flags, "A run on real machines: serves it to those that join, over Ray and HTTPS.")
     add("join", join, add_join_flags, "Take part in a run with this machine, until it ends.")
     add("status", status, add_status_flags, "How a run on real machines is doing.")
-    add(
-        "stop",
-        admin.stop,
-        admin.add_stop_flags,
-        "Stop a run on real machines, or suspend it (--restart); what was done is saved.",
-    )
+    add("stop", admin.stop, admin.add_stop_flags, "Stop a run on real machines, or suspend it: what was done is saved.")
     add("pause", admin.pause, admin.add_pause_flags, "Hand out no more rounds of a run on real machines, until `heloco unpause`.")
     add("unpause", admin.unpause, admin.add_admin_flags, "Hand out rounds again.")
     add("evict", admin.evict, admin.add_evict_flags, "Send a machine away from a run for good.")
