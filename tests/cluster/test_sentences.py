@@ -105,6 +105,7 @@ class Script:
         self.pause(one, two)
         self.evict(one, two)
         self.stop(one)
+        self.suspend(one)
         self.finish(one)
         self.service.close()
 
@@ -142,6 +143,14 @@ class Script:
         one.take()
         self.see(self.service.admin.stop, self.reword("enough for today"))
         for ask in (one.take, one.join, one.beat):
+            self.see(ask)
+        self.restart(one, self.three)
+
+    def suspend(self, one: Hand) -> None:
+        """Its round is taken up again."""
+        one.take()
+        self.see(self.service.admin.suspend, self.reword("for an update"))
+        for ask in (one.take, one.join, one.beat, self.service.describe):
             self.see(ask)
         self.restart(one, self.three)
 
@@ -189,10 +198,10 @@ def test_a_run_takes_the_same_course_whatever_its_sentences_say(tmp_path, monkey
 def assert_all_kinds(course: dict[str, Any]) -> None:
     """The script has what it is for."""
     refusals = {answer[1] for answer, _ in course["answers"] if isinstance(answer, tuple)}
-    assert refusals == {"layout", "not-finite", "barred", "ended"}
+    assert refusals == {"layout", "not-finite", "barred", "ended", "suspended"}
     statuses = [status for _, status in course["answers"]]
     assert {status["paused"]["kind"] for status in statuses if status["paused"]} == {"machines", "admin"}
-    assert {status["ended"]["kind"] for status in statuses if status["ended"]} == {"stopped", "finished"}
+    assert {status["ended"]["kind"] for status in statuses if status["ended"]} == {"stopped", "suspended", "finished"}
     assert {(line["verdict"], line.get("code", "")) for line in course["tape"]} == {("applied", ""), ("applied", "norm")}
     assert {event["kind"] for event in course["journal"] if event["event"] == "part"} == {"turned-away", "evicted", "left"}
 

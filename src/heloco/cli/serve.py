@@ -340,16 +340,17 @@ def remember(spec: "ServeSpec", local: int, ray: str) -> None:
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
-    """Waits a while, so that machines that are still there can fetch the final model and leave. Those of a run that is suspended
-    stay, and have heard of it after a sign of life."""
-    status, now = engine.status(), time.monotonic()
-    earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    if status.ended is not None and status.ended.kind == "suspended":
-        latest = now + min(FAREWELL_S, status.beat_s + LINGER_S)
-    while (now := time.monotonic()) < earliest or (now < latest and is_heard(engine.status())):
+    """Waits a while, so that machines that are still there hear of the end. If it is for good, they can fetch the final model."""
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < FAREWELL_S:
+        if passed_s >= (LINGER_S if engine.address else 0.0) and not somebody_is_to_hear(engine.status(), passed_s):
+            return
         time.sleep(0.1)
 
 
-def is_heard(status: "Status") -> bool:
-    """Whether a machine is still there to hear of the end."""
-    return any(not machine.is_away and machine.silent_s < SILENT_BEATS * status.beat_s for machine in status.machines)
+def somebody_is_to_hear(status: "Status", passed_s: float) -> bool:
+    """Whether a machine is there that has not heard of the end, which was `passed_s` ago. One that has leaves. If the run is
+    suspended it stays, and has heard of it if it gave a sign of life since then."""
+    is_suspended = status.ended is not None and status.ended.kind == "suspended"
+    has_heard_s = passed_s if is_suspended else -1.0
+    return any(not m.is_away and has_heard_s < m.silent_s < SILENT_BEATS * status.beat_s for m in status.machines)
