@@ -1,4 +1,4 @@
-"""A planned restart is at least as gentle as a crash: machines keep their rounds, wait, and go on when the run is served again."""
+"""A planned restart is at least as gentle as a crash: machines keep their rounds and wait, and go on when the run is back."""
 
 import hashlib
 import re
@@ -163,9 +163,7 @@ def test_ctrl_c_and_stop_restart_keep_the_machines_and_stop_ends_the_run_for_all
 
     served.program.signal(signal.SIGINT)
     result = served.program.end()
-    assert result.code == 130 and f"machines keep their rounds and wait for it. `heloco serve {run}` goes on.\n" in result.out, (
-        result
-    )
+    assert result.code == 130 and f"keep their rounds and wait for it. `heloco serve {run}` goes on.\n" in result.out, result
     guest.match_output("The run is suspended")
     before = served.arrivals()
 

@@ -215,9 +215,8 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     link.leave(silent, "enough")
     link.close()
     stopped = going.program.end()
-    assert (
-        stopped.code == 0 and f"Stopped for all machines, and saved. `heloco serve {going.folder}` goes on.\n" in stopped.out
-    ), stopped
+    ending = f"Stopped for all machines, and saved. `heloco serve {going.folder}` goes on.\n"
+    assert stopped.code == 0 and ending in stopped.out, stopped
     half = going.arrivals()
     assert checkpoints(going.folder)[-1].name == f"arrival-{half:08d}"
 
