@@ -1,6 +1,7 @@
 """A planned restart is at least as gentle as a crash: machines keep their rounds and wait, and go on when the run is back."""
 
 import hashlib
+import os
 import re
 import signal
 import ssl
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import heloco
+from faults.fault_places import children_of
 from heloco.cluster.client.run_client import why_obsolete
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket
@@ -149,6 +151,10 @@ def shown_fingerprint(served: Served) -> str:
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate)).hexdigest().upper()
 
 
+def guest_is_one(run: Path) -> bool:
+    return len({line["machine"] for line in tape(run) if line["machine"].startswith("guest")}) == 1
+
+
 def test_ctrl_c_and_stop_restart_keep_the_machines_and_stop_ends_the_run_for_all(programs: Programs, tmp_path: Path) -> None:
     run = tmp_path / "run"
     served = programs.serve(
@@ -177,6 +183,9 @@ def test_ctrl_c_and_stop_restart_keep_the_machines_and_stop_ends_the_run_for_all
     assert stop.code == 0 and "its machines wait" in stop.out
     result = second.program.end()
     assert result.code == 0 and "Suspended and saved" in result.out and guest.process.poll() is None, result
+    for child in children_of(guest.process.pid):  # it waits even if its own process is killed now
+        os.kill(child, signal.SIGKILL)
+    guest.match_output("was killed by SIGKILL: it is started again(.|\n)*Trying again.")
 
     third = programs.serve(run, "--workers", "0", port="")
     assert ServingRecord.load(run) == ServingRecord(workers=0, ray="off", cluster="[cluster]\ngive_up_after_s = 77.0\n")
@@ -189,6 +198,7 @@ def test_ctrl_c_and_stop_restart_keep_the_machines_and_stop_ends_the_run_for_all
     assert command("stop", run).code == 0
     assert third.program.end().code == 0
     result = guest.end()
+    assert guest_is_one(run), "it was one machine all the time"
     assert result.code == 0 and result.out.endswith("The run has ended: stopped by `heloco stop`\n"), result
     assert re.search(r"^Round \d+ of worker \d is in: loss [\d.]+, step \S+ s, rounds 1, share \d+%, sent ", result.out, re.M)
     assert_whole(run, third.arrivals())

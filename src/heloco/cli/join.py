@@ -74,17 +74,19 @@ def join(arguments: argparse.Namespace) -> int:
     def rounds_done() -> int:
         return int(struct.unpack_from("q", rounds, 0)[0])
 
-    return WarmRestart(lambda _: train(arguments, count), rounds_done, TRAINING).run()
+    return WarmRestart(lambda is_restart: train(arguments, count, is_restart=is_restart), rounds_done, TRAINING).run()
 
 
-def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
-    """Joins the run and trains until it ends. `count` is called after each round."""
+def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> int:
+    """Joins the run and trains until it ends. `count` is called after each round. `is_restart`: this machine was in the run, and
+    waits for it if it is out of reach."""
     if arguments.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
     from heloco.cli.join_view import JoinView
     from heloco.cli.main import show_preparation
+    from heloco.cluster.client.run_client import RunClient
     from heloco.cluster.client.worker import Worker, task_of
 
     try:
@@ -94,7 +96,7 @@ def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: Non
     if named_address(arguments).startswith("ray:"):
         print("Connecting to Ray …", flush=True)
     link = link_from_flags(arguments, "worker")
-    info = ask_once(link.describe)
+    info = ask_once(RunClient(link, arguments.name, patience_s=patience_s).describe if is_restart else link.describe)
     if info.ended is not None:
         raise UserError(f"The run has ended: {info.ended.text}")
     if threads := os.environ.get("OMP_NUM_THREADS"):
