@@ -32,7 +32,7 @@ def test_a_machine_shows_its_rounds_its_loss_its_share_and_its_transfers():
 
 
 @pytest.mark.parametrize(
-    ("now", "shown"),
+    ("now", "texts"),
     [
         (NOW, ["gpu-7, trains", "round 4 of worker 1, step 3 of 10", "loss 5.250", "share 25%", "sent 4 MB at 2 MB/s"]),
         (replace(NOW, doing="waiting", waits_for="a pause", wait_kind="paused"), ["gpu-7, waits for a round", "waits: a pause"]),
@@ -41,19 +41,19 @@ def test_a_machine_shows_its_rounds_its_loss_its_share_and_its_transfers():
     ],
     ids=["training", "waiting", "suspended", "joining"],
 )
-def test_on_a_terminal_it_is_a_panel(now, shown):
+def test_on_a_terminal_it_is_a_panel(now, texts):
     screen = io.StringIO()
     view = JoinView("gpu-7", Console(file=screen, force_terminal=True, width=150, color_system=None))
-    with view.showing(lambda: now):
+    with view.display(lambda: now):
         view.note_round()
         view.note_request()
-    assert all(text in screen.getvalue() for text in shown), screen.getvalue()
+    assert all(text in screen.getvalue() for text in texts), screen.getvalue()
 
 
 def test_elsewhere_a_line_comes_with_the_first_round_and_then_now_and_then(capsys):
     clock = Clock()
     view = JoinView("gpu-7", Console(**PLAIN), clock)
-    with view.showing(lambda: NOW):
+    with view.display(lambda: NOW):
         for clock.now in (0.0, 1.0, LINE_EVERY_S - 1, LINE_EVERY_S, LINE_EVERY_S + 1):
             view.note_round()
     lines = capsys.readouterr().out.splitlines()
@@ -65,7 +65,7 @@ def test_a_long_wait_is_told_once_and_a_short_one_not(capsys):
     waiting = replace(NOW, doing="waiting", wait_kind="no-seat", waits_for="all are busy")
     state = [waiting]
     view = JoinView("gpu-7", Console(**PLAIN), clock)
-    with view.showing(lambda: state[0]):
+    with view.display(lambda: state[0]):
         for clock.now in (0.0, WAIT_SHOWN_AFTER_S - 1):
             view.note_request()
         view.note_round()  # it got one after all
@@ -74,8 +74,8 @@ def test_a_long_wait_is_told_once_and_a_short_one_not(capsys):
         state[0] = replace(waiting, wait_kind="paused", waits_for="somebody paused it")
         for clock.now in (40.0, 50.0, 60.0):
             view.note_request()
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Waits")]
-    assert told == ["Waits for a round: all are busy.", "Waits for a round: somebody paused it."]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Waits")]
+    assert lines == ["Waits for a round: all are busy.", "Waits for a round: somebody paused it."]
 
 
 def test_what_is_shown_is_what_the_machine_does(tmp_path, cache):  # noqa: ARG001

@@ -113,7 +113,7 @@ def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: Non
 
     tell = lambda text: print(text, flush=True)  # noqa: E731
     worker = Worker(task, config, tell=tell, after_round=after_round, before_request=view.note_request)
-    with view.showing(worker.activity):
+    with view.display(worker.activity):
         end = work(worker, link, arguments, info.run, patience_s)
     print(end, flush=True)
     return 0

@@ -27,7 +27,7 @@ DOING = {
 
 
 class JoinView:
-    """Shows the activity of one machine while `showing` lasts."""
+    """Shows the activity of one machine while `display` lasts."""
 
     def __init__(self, name: str, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._console, self._clock = name, console or Console(), clock
@@ -38,7 +38,7 @@ class JoinView:
         self._is_wait_told = False
 
     @contextlib.contextmanager
-    def showing(self, activity: Callable[[], MachineActivity]) -> Iterator[None]:
+    def display(self, activity: Callable[[], MachineActivity]) -> Iterator[None]:
         """Shows what `activity` returns, several times a second on a terminal."""
         self._activity = activity
         if not self._console.is_terminal:

@@ -138,7 +138,9 @@ def old_spec(arguments: argparse.Namespace, served_before: "ServingRecord", list
     changes = parse_toml(served_before.cluster, "the settings of the last time")
     changes |= {name: value for name, value in flags.items() if sections[name] == "cluster"}
     cluster = section_to_toml(with_fields(RunConfig(), changes), "cluster", changes)
-    data = str(Path(str(flags["data"])).resolve()) if "data" in flags else served_before.data
+    data = str(flags["data"]) if "data" in flags else served_before.data
+    if data is not None and Path(data).expanduser().exists():
+        data = str(Path(data).expanduser().resolve())  # the next `heloco serve` may be called from another folder
     return ServeSpec(str(arguments.run), "", cluster, data, listen)
 
 

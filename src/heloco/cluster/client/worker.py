@@ -113,7 +113,8 @@ class Worker:
 
     def activity(self) -> MachineActivity:
         """What this machine is doing. May be called from any thread."""
-        client, assignment, heard = self._client, self._assignment, self._arrivals - self._arrivals_at_first
+        client, assignment = self._client, self._assignment
+        arrivals_since = self._arrivals - self._arrivals_at_first
         wait = client.waiting if client is not None else None
         return MachineActivity(
             doing=client.doing if client is not None else "joining",
@@ -123,7 +124,7 @@ class Worker:
             worker=assignment.worker if assignment is not None else None, round=assignment.round if assignment is not None else 0,
             steps=client.steps if client is not None else 0, inner_steps=assignment.inner_steps if assignment is not None else 0,
             rounds=self.rounds, accepted=self.accepted, loss=self.loss, pace_s=self.pace_s, arrivals=self._arrivals,
-            planned_arrivals=self._config.run.arrivals, share=self.accepted / heard if heard > 0 else None,
+            planned_arrivals=self._config.run.arrivals, share=self.accepted / arrivals_since if arrivals_since > 0 else None,
             download=client.download if client is not None else None, upload=client.upload if client is not None else None,
         )  # fmt: skip
 
