@@ -105,7 +105,6 @@ class Script:
         self.pause(one, two)
         self.evict(one, two)
         self.stop(one)
-        self.suspend(one)
         self.finish(one)
         self.service.close()
 
@@ -140,19 +139,12 @@ class Script:
         self.see(one.work, 12)
 
     def stop(self, one: Hand) -> None:
-        one.take()
-        self.see(self.service.admin.stop, self.reword("enough for today"))
-        for ask in (one.take, one.join, one.beat):
-            self.see(ask)
-        self.restart(one, self.three)
-
-    def suspend(self, one: Hand) -> None:
-        """Its round is taken up again."""
-        one.take()
-        self.see(self.service.admin.suspend, self.reword("for an update"))
-        for ask in (one.take, one.join, one.beat, self.service.describe):
-            self.see(ask)
-        self.restart(one, self.three)
+        for end in ("stop", "suspend"):
+            one.take()
+            self.see(getattr(self.service.admin, end), self.reword("enough for today"))
+            for ask in (one.take, one.join, one.beat):
+                self.see(ask)
+            self.restart(one, self.three)
 
     def finish(self, one: Hand) -> None:
         for seed in range(20, 24):
@@ -196,7 +188,6 @@ def test_a_run_takes_the_same_course_whatever_its_sentences_say(tmp_path, monkey
 
 
 def assert_all_kinds(course: dict[str, Any]) -> None:
-    """The script has what it is for."""
     refusals = {answer[1] for answer, _ in course["answers"] if isinstance(answer, tuple)}
     assert refusals == {"layout", "not-finite", "barred", "ended", "suspended"}
     statuses = [status for _, status in course["answers"]]
