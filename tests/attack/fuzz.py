@@ -34,7 +34,7 @@ from rig import REPORT, Failed, Serving, addresses, check, connect, judge, run_a
 EXTERNAL = ("--task", "external", "--arrivals", "1000000", "--inner-steps", "2", "--device", "cpu", "--beat-s", "0.5")
 MODEL = {"parameter.0": torch.linspace(-1, 1, 15).view(5, 3), "parameter.1": torch.zeros(4), "buffer.0": torch.zeros(3)}
 NAMES = ["weight", "bias", "mean"]
-ENDING = ("/v1/stop",)
+ENDING = ("/v1/stop", "/v1/suspend")
 """Requests that would end a run. They are recorded but not forwarded, and nearly always mutated so that they are invalid."""
 HANG_S = 5.0
 REFRESH = 250
@@ -108,8 +108,9 @@ class Session:
         self.link.clock()
         self.link.probe_down(1000)
         self.link.probe_up(1000)
-        with contextlib.suppress(LinkDown):
-            self.admin.stop("it is held back")
+        for end in (self.admin.stop, self.admin.suspend):
+            with contextlib.suppress(LinkDown):
+                end("it is held back")
         key = parse_token(self.serving.token_for("viewer")).secret
         for path in (f"/page?key={key}", f"/page/?key={key}", f"/page/events?seen=-1&key={key}"):
             with unchecked().wrap_socket(socket.create_connection(("127.0.0.1", self.recorder.port), timeout=20)) as browser:

@@ -87,6 +87,7 @@ class Malformed:
             "/v1/abandon": {"text": "r"},
             "/v1/leave": {"text": "r"},
             "/v1/stop": {"text": "r"},
+            "/v1/suspend": {"text": "r"},
             "/v1/tokens": {"right": "admin", "note": "n"},
             "/v1/model": {"layout": layout},
             "/v1/model/commit": {"names": ["a", "b"], "digest": "0" * 32},

@@ -140,6 +140,7 @@ REQUESTS: list[tuple[str, str, Any, set[Right]]] = [
     ("GET", "/v1/probe?bytes=3", None, {"worker", "viewer", "admin"}),
     ("POST", "/v1/probe", b"x", {"worker", "viewer", "admin"}),
     ("POST", "/v1/stop", {"text": "x"}, {"admin"}),
+    ("POST", "/v1/suspend", {"text": "x"}, {"admin"}),
 ]
 
 

@@ -20,6 +20,7 @@ from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.server.process import spec_of
 from heloco.errors import UserError
 from support.ray_runs import LONGEST_S, config
+from support.runs import TINY_MODEL, heloco
 
 # ---- closed
 
@@ -30,6 +31,14 @@ def test_rays_own_settings_for_tls_are_found(monkeypatch):
     monkeypatch.setenv("RAY_TLS_SERVER_CERT", "/some/cert.pem")
     with pytest.raises(UserError, match="RAY_TLS_SERVER_KEY, RAY_TLS_CA_CERT is not: set all of them"):
         start_ray("127.0.0.1:1")
+
+
+def test_a_person_reads_that_ray_is_started_before_it_takes_its_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_USE_TLS", "1")  # and nothing else: so Ray is not really started
+    result = heloco("train", "--engine", "ray", *TINY_MODEL, "--arrivals", "2", "--out", tmp_path / "run")
+    assert result.code == 2 and result.out == "Starting Ray …\n" and "RAY_USE_TLS is set" in result.sentence, result
+    result = heloco("join", "ray:127.0.0.1:1")
+    assert result.code == 2 and result.out == "Connecting to Ray …\n", result
 
 
 def test_in_another_s_ray_nobody_pings_more_often_than_it_allows():

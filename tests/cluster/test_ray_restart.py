@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("ray", reason="ray is not installed")
 
 from heloco.cluster.ray import RaySupervisor
-from heloco.cluster.ray.supervisor import while_restarting
+from heloco.cluster.ray.replies import while_restarting
 from heloco.cluster.server.process import spec_of
 from support.ray_runs import LONGEST_S, check_exact, config, until
 from support.small_cluster import opened

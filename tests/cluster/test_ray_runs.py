@@ -110,6 +110,27 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, mon
     check_exact(folder, arrivals)
 
 
+def test_a_suspended_run_keeps_a_machine_of_the_cluster_which_goes_on_with_its_next_synchronizer(cluster, tmp_path):
+    folder = tmp_path / "run"
+    spec = spec_of(config(arrivals=24, inner_steps=20, paces=[1.0] * 2, beat_s=0.5), folder)
+    with RaySupervisor(spec, cluster=cluster) as engine, joining(cluster, f"ray:{cluster.address}", "node") as outside:
+        until(lambda: engine.status().arrivals >= 6, "six arrivals")
+        [machine] = engine.status().machines
+        engine.suspend("an update")
+        assert engine.wait(LONGEST_S).kind == "suspended"
+        with pytest.raises(Refused) as refused:
+            engine.link.describe()
+        assert refused.value.code is RefusalCode.SUSPENDED
+        engine.close()
+        with RaySupervisor(spec.for_restart(), cluster=cluster) as second:
+            assert second.wait(LONGEST_S).kind == "finished"
+            output, errors = outside.communicate(timeout=LONGEST_S)
+            assert "The run is back." in output and "The run has ended: all arrivals are in" in output, (output, errors)
+    assert {line["machine"] for line in tape(folder)} == {machine.machine}
+    assert not [event for _, event in events(folder) if isinstance(event, Abandon)]
+    check_exact(folder, 24)
+
+
 def denied(engine: RaySupervisor) -> None:
     """What the service refuses comes back with its code and its sentence."""
     nobody = Ticket(machine="nobody#0", secret="x")

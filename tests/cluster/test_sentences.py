@@ -139,11 +139,12 @@ class Script:
         self.see(one.work, 12)
 
     def stop(self, one: Hand) -> None:
-        one.take()
-        self.see(self.service.admin.stop, self.reword("enough for today"))
-        for ask in (one.take, one.join, one.beat):
-            self.see(ask)
-        self.restart(one, self.three)
+        for end in ("stop", "suspend"):
+            one.take()
+            self.see(getattr(self.service.admin, end), self.reword("enough for today"))
+            for ask in (one.take, one.join, one.beat):
+                self.see(ask)
+            self.restart(one, self.three)
 
     def finish(self, one: Hand) -> None:
         for seed in range(20, 24):
@@ -187,12 +188,11 @@ def test_a_run_takes_the_same_course_whatever_its_sentences_say(tmp_path, monkey
 
 
 def assert_all_kinds(course: dict[str, Any]) -> None:
-    """The script has what it is for."""
     refusals = {answer[1] for answer, _ in course["answers"] if isinstance(answer, tuple)}
-    assert refusals == {"layout", "not-finite", "barred", "ended"}
+    assert refusals == {"layout", "not-finite", "barred", "ended", "suspended"}
     statuses = [status for _, status in course["answers"]]
     assert {status["paused"]["kind"] for status in statuses if status["paused"]} == {"machines", "admin"}
-    assert {status["ended"]["kind"] for status in statuses if status["ended"]} == {"stopped", "finished"}
+    assert {status["ended"]["kind"] for status in statuses if status["ended"]} == {"stopped", "suspended", "finished"}
     assert {(line["verdict"], line.get("code", "")) for line in course["tape"]} == {("applied", ""), ("applied", "norm")}
     assert {event["kind"] for event in course["journal"] if event["event"] == "part"} == {"turned-away", "evicted", "left"}
 

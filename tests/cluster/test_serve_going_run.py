@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from heloco.cli.announcement import reachable
 from heloco.cli.mirror import FIXED, GROWING, FolderMirror
-from heloco.cli.serve import check_port, outward_address, own_names, reachable
+from heloco.cli.serve import check_port, outward_address, own_names
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.server.process import ListenConfig, ServeSpec
@@ -68,13 +69,28 @@ def test_the_doctor_finds_nothing_wrong(going: Going) -> None:
     assert result.code == 0 and "BAD" not in result.out, result.out
     findings = {finding["subject"]: finding for finding in json.loads(going.ask("doctor", "--json").out)}
     whats = {"this machine", "GPU", "kernels", "connection", "run", "clock", "latency", "download", "upload"}
-    assert whats == set(findings)
+    assert set(findings) == whats | {"data", "tokenizer", "memory", "inner step"}
+    assert "a round of 3 steps takes" in findings["inner step"]["text"]
     assert all(finding["is_good"] for finding in findings.values())
 
 
 def test_the_doctor_names_what_is_wrong(going: Going) -> None:
     result = heloco("doctor", going.address, "--token", "heloco-worker.short")
     assert result.code == 2 and re.search(r"^BAD  connection +The token is not whole", result.out, re.M)
+
+
+def test_the_doctor_finds_out_that_this_machine_cannot_do_the_runs_rounds(going: Going, tmp_path: Path) -> None:
+    """Before it joins, and not after an hour."""
+    text = write_text(tmp_path / "text", **dict.fromkeys(("arzhan", "auren", "thelis", "vesnar", "zumeri"), "other words"))
+    for flags, finding in (
+        (("--data", str(text)), "BAD  data +The data here is not the run's"),
+        (("--data", str(tmp_path / "none")), "BAD  data +"),
+        (("--tokenizer", str(tmp_path / "none.json")), "BAD  tokenizer +There is no tokenizer"),
+        (("--device", "cuda:99"), "BAD  memory +The device 'cuda:99' cannot be used here"),
+    ):
+        result = going.ask("doctor", *flags)
+        assert result.code == 2 and re.search(f"^{finding}", result.out, re.M) and "inner step" not in result.out, result.out
+    assert len(going.status()["machines"]) == 1, "the doctor takes no part"
 
 
 def test_the_live_page_needs_its_key(going: Going) -> None:
@@ -199,7 +215,8 @@ def test_leaving_stopping_and_going_on(going: Going, programs: Programs) -> None
     link.leave(silent, "enough")
     link.close()
     stopped = going.program.end()
-    assert stopped.code == 0 and f"Stopped and saved. `heloco serve {going.folder}` goes on.\n" in stopped.out, stopped
+    ending = f"Stopped for all machines, and saved. `heloco serve {going.folder}` goes on.\n"
+    assert stopped.code == 0 and ending in stopped.out, stopped
     half = going.arrivals()
     assert checkpoints(going.folder)[-1].name == f"arrival-{half:08d}"
 

@@ -138,7 +138,7 @@ def test_parent_and_child_end_together(programs: Programs, tmp_path: Path) -> No
             os.kill(child, number)
         second_service.program.signal(number)
         result = second_service.program.end()
-        assert result.code == 128 + number and result.out.endswith(f"Stopped and saved. `heloco serve {run}` goes on.\n"), result
+        assert result.code == 128 + number and result.out.endswith(f"wait for it. `heloco serve {run}` goes on.\n"), result
         assert not is_alive(child) and AGAIN not in result.out and not result.err
 
 

@@ -12,6 +12,11 @@ def add_admin_flags(parser: Parser) -> None:
     add_address_flags(parser, "admin")
 
 
+def add_stop_flags(parser: Parser) -> None:
+    add_address_flags(parser, "admin")
+    parser.add_argument("--restart", action="store_true", help="suspend the run instead: it is saved, and its machines wait")
+
+
 def add_evict_flags(parser: Parser) -> None:
     parser.add_argument("machine", metavar="MACHINE", help="its id, or its name where only one machine has it")
     add_address_flags(parser, "admin")
@@ -32,8 +37,14 @@ def add_tokens_flags(parser: Parser) -> None:
 
 
 def stop(arguments: argparse.Namespace) -> int:
-    ask_once(lambda: link_from_flags(arguments, "admin").stop("stopped by `heloco stop`"))
-    print("The run is stopped and saved. `heloco serve` with its folder continues it.")
+    """Ends the run for all machines; with --restart, the process that serves it alone."""
+    link = link_from_flags(arguments, "admin")
+    if arguments.restart:
+        ask_once(lambda: link.suspend("`heloco stop --restart`"))
+        print("The run is suspended and saved: its machines wait. `heloco serve` with its folder continues it.")
+        return 0
+    ask_once(lambda: link.stop("stopped by `heloco stop`"))
+    print("The run is stopped and saved, and its machines leave. `heloco serve` with its folder continues it.")
     return 0
 
 

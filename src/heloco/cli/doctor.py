@@ -1,16 +1,19 @@
-"""`heloco doctor [ADDRESS]`: facts about this machine, whether it can take part in a run, and how fast its connection is."""
+"""`heloco doctor [ADDRESS]`: facts about this machine, how fast its connection to a run is, and whether it can do its rounds."""
 
 import argparse
 import json
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from heloco.cli.addresses import add_address_flags, link_from_flags, named_address
+from heloco.cli.doctor_run import check_task
+from heloco.cli.findings import Finding
 from heloco.cli.flags import Parser
+from heloco.cli.join import add_task_flags
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,16 +27,8 @@ CLOCK_OFF_S = 60.0
 
 def add_doctor_flags(parser: Parser) -> None:
     add_address_flags(parser, "worker")
+    add_task_flags(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What `heloco doctor` found out about one subject, and whether it is as it should be."""
-
-    subject: str
-    is_good: bool
-    text: str
 
 
 def doctor(arguments: argparse.Namespace) -> int:
@@ -66,13 +61,16 @@ def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     yield Finding("connection", True, f"{link.address} answers, and shows the token's certificate")
     if (right := getattr(link, "right", "worker")) != "worker":
         yield Finding("token", True, f"is for a {right}: with it this machine can look at the run, and cannot join it")
-    yield run_of(info)
+    run = run_of(info)
+    yield run
     for ask in (clock, latency, bandwidth):
         try:
             yield from ask(link)
         except (LinkDown, Refused) as error:
             yield Finding(ask.__name__, False, str(error))
     link.close()
+    if run.is_good:
+        yield from check_task(info, arguments)
 
 
 def describe_machine() -> str:

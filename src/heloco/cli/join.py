@@ -11,11 +11,16 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from heloco.cli.addresses import add_address_flags, ask_once, link_from_flags, named_address
 from heloco.cli.flags import Parser
 from heloco.cli.warm_restart import CAN_RESTART, WarmRestart, Wording, import_ahead
 from heloco.errors import UserError
+
+if TYPE_CHECKING:
+    from heloco.cluster.client.worker import Worker
+    from heloco.cluster.protocol.link import Link
 
 PIPE_COLUMNS = 160
 """Width of the table if the output is not a terminal."""
@@ -23,12 +28,7 @@ PIPE_COLUMNS = 160
 
 def add_join_flags(parser: Parser) -> None:
     add_address_flags(parser, "worker")
-    parser.add_argument("--data", metavar="DIR", help="where the run's text is on this machine [as in the run's config]")
-    parser.add_argument(
-        "--tokenizer", metavar="FILE", help="where the run's tokenizer is on this machine [as in the run's config]"
-    )
-    parser.add_argument("--hf", metavar="DIR", help="where the run's Hugging Face model is here [as in the run's config]")
-    parser.add_argument("--device", metavar="TEXT", default="auto", help="cpu, cuda, cuda:1, or auto [auto]")
+    add_task_flags(parser)
     parser.add_argument(
         "--name", metavar="TEXT", default=socket.gethostname(), help="what this machine is called [its host name]"
     )
@@ -38,6 +38,16 @@ def add_join_flags(parser: Parser) -> None:
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
+def add_task_flags(parser: Parser) -> None:
+    """Where this machine has what the run's task is built from."""
+    parser.add_argument("--data", metavar="DIR", help="where the run's text is on this machine [as in the run's config]")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="where the run's tokenizer is on this machine [as in the run's config]"
+    )
+    parser.add_argument("--hf", metavar="DIR", help="where the run's Hugging Face model is here [as in the run's config]")
+    parser.add_argument("--device", metavar="TEXT", default="auto", help="cpu, cuda, cuda:1, or auto [auto]")
+
+
 def add_status_flags(parser: Parser) -> None:
     add_address_flags(parser, "viewer")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -45,7 +55,7 @@ def add_status_flags(parser: Parser) -> None:
 
 TRAINING_MODULES = (
     "heloco.cluster.client.worker", "heloco.cluster.gateway.https_link", "heloco.engine.build", "heloco.task.language",
-    "heloco.task.hf", "httpx", "encodings.idna", "numpy.ma", "numpy.random",
+    "heloco.task.hf", "heloco.cli.join_view", "httpx", "encodings.idna", "numpy.ma", "numpy.random",
 )  # fmt: skip
 """What training over HTTPS imports."""
 TRAINING = Wording("The worker", "it is started again, and comes back as the same machine", "a round")
@@ -64,25 +74,29 @@ def join(arguments: argparse.Namespace) -> int:
     def rounds_done() -> int:
         return int(struct.unpack_from("q", rounds, 0)[0])
 
-    return WarmRestart(lambda _: train(arguments, count), rounds_done, TRAINING).run()
+    return WarmRestart(lambda is_restart: train(arguments, count, is_restart=is_restart), rounds_done, TRAINING).run()
 
 
-def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None) -> int:
-    """Joins the run and trains until it ends. `count` is called after each round."""
+def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> int:
+    """Joins the run and trains until it ends. `count` is called after each round. `is_restart`: this machine was in the run, and
+    waits for it if it is out of reach."""
     if arguments.end_with_stdin:
         threading.Thread(target=end_with_stdin, daemon=True).start()
     import torch
 
+    from heloco.cli.join_view import JoinView
     from heloco.cli.main import show_preparation
+    from heloco.cluster.client.run_client import RunClient
     from heloco.cluster.client.worker import Worker, task_of
-    from heloco.cluster.protocol.refusals import Refused
 
     try:
         patience_s = float(arguments.patience)
     except ValueError:
         raise UserError(f"patience cannot be {arguments.patience!r}: give seconds.") from None
+    if named_address(arguments).startswith("ray:"):
+        print("Connecting to Ray …", flush=True)
     link = link_from_flags(arguments, "worker")
-    info = ask_once(link.describe)
+    info = ask_once(RunClient(link, arguments.name, patience_s=patience_s).describe if is_restart else link.describe)
     if info.ended is not None:
         raise UserError(f"The run has ended: {info.ended.text}")
     if threads := os.environ.get("OMP_NUM_THREADS"):
@@ -91,7 +105,23 @@ def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: Non
         task, config = task_of(
             info, data=arguments.data, tokenizer=arguments.tokenizer, hf=arguments.hf, device=arguments.device, progress=progress
         )
-    worker = Worker(task, config, tell=lambda text: print(text, flush=True), after_round=count)
+    view = JoinView(arguments.name)
+
+    def after_round() -> None:
+        count()
+        view.note_round()
+
+    tell = lambda text: print(text, flush=True)  # noqa: E731
+    worker = Worker(task, config, tell=tell, after_round=after_round, before_request=view.note_request)
+    with view.display(worker.activity):
+        end = work(worker, link, arguments, info.run, patience_s)
+    print(end, flush=True)
+    return 0
+
+
+def work(worker: "Worker", link: "Link", arguments: argparse.Namespace, run: str, patience_s: float) -> str:
+    """Works until the run ends or a signal comes. Returns a sentence: why it ended."""
+    from heloco.cluster.protocol.refusals import Refused
 
     def stop(number: int, _: FrameType | None) -> None:
         if worker.stop_requested is not None:  # second signal: stop at once
@@ -100,13 +130,12 @@ def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: Non
 
     old_handlers = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        print(worker.run(link, arguments.name, info.run, patience_s=patience_s, evaluates=arguments.evaluate), flush=True)
+        return worker.run(link, arguments.name, run, patience_s=patience_s, evaluates=arguments.evaluate)
     except Refused as error:
         raise UserError(error.text) from error
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-    return 0
 
 
 def end_with_stdin() -> None:

@@ -11,8 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import heloco
-from heloco.cli.admin import add_admin_flags, add_evict_flags, add_pause_flags, add_tokens_flags, evict, pause, tokens, unpause
-from heloco.cli.admin import stop as stop_run
+from heloco.cli import admin
 from heloco.cli.doctor import add_doctor_flags, doctor
 from heloco.cli.flags import Parser, add_config_flags, fail, given_fields, take_plugins, warn_of_rates
 from heloco.cli.join import add_join_flags, add_status_flags, join, status
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
     from heloco.engine.local import LocalRun
     from heloco.run import RunConfig, RunFolder
 
-WITH_PLUGINS = ("train", "resume", "eval", "export", "schedule", "methods", "serve", "join", "replay", "rollback", "study")
+WITH_PLUGINS = (
+    "train", "resume", "eval", "export", "schedule", "methods", "serve", "join", "doctor", "replay", "rollback", "study",
+)  # fmt: skip
 """The commands that build something a run names."""
 
 
@@ -77,11 +78,11 @@ def parser() -> Parser:
     add("serve", serve, add_serve_flags, "A run on real machines: serves it to those that join, over Ray and HTTPS.")
     add("join", join, add_join_flags, "Take part in a run with this machine, until it ends.")
     add("status", status, add_status_flags, "How a run on real machines is doing.")
-    add("stop", stop_run, add_admin_flags, "Stop a run on real machines; what was done is saved.")
-    add("pause", pause, add_pause_flags, "Hand out no more rounds of a run on real machines, until `heloco unpause`.")
-    add("unpause", unpause, add_admin_flags, "Hand out rounds again.")
-    add("evict", evict, add_evict_flags, "Send a machine away from a run for good.")
-    add("tokens", tokens, add_tokens_flags, "List, make and revoke the tokens of a run on real machines.")
+    add("stop", admin.stop, admin.add_stop_flags, "Stop a run on real machines, or suspend it: what was done is saved.")
+    add("pause", admin.pause, admin.add_pause_flags, "Hand out no more rounds of a run on real machines, until `heloco unpause`.")
+    add("unpause", admin.unpause, admin.add_admin_flags, "Hand out rounds again.")
+    add("evict", admin.evict, admin.add_evict_flags, "Send a machine away from a run for good.")
+    add("tokens", admin.tokens, admin.add_tokens_flags, "List, make and revoke the tokens of a run on real machines.")
     add("doctor", doctor, add_doctor_flags, "This machine's facts; with an address, whether it can take part in the run there.")
     add("replay", replay, add_replay_flags, "Make a real run again from its journal, and compare.")
     about = "Return a real run to an earlier arrival, and leave out what a machine contributed after it."

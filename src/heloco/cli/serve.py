@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from heloco.cli.announcement import announce, how_to_go_on
 from heloco.cli.flags import Parser, add_config_flags, given_fields, warn_of_rates
 from heloco.cli.report_command import report_command
 from heloco.errors import RunStopped, UserError
@@ -17,6 +18,7 @@ from heloco.errors import RunStopped, UserError
 if TYPE_CHECKING:
     from heloco.cluster.protocol.messages import Right, Status
     from heloco.cluster.server.process import ListenConfig, ServeSpec
+    from heloco.records.serving import ServingRecord
     from heloco.run import RunConfig
     from heloco.run.config import Settings
 
@@ -32,7 +34,7 @@ EVERYWHERE = "0.0.0.0"
 
 def add_serve_flags(parser: Parser) -> None:
     parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a TOML file for a new run, or the folder of an old one")
-    parser.add_argument("--workers", metavar="N", default="0", help="machines to start on this one at once [0]")
+    parser.add_argument("--workers", metavar="N", help="machines to start on this one at once [0; of an old run: as before]")
     parser.add_argument("--seats", metavar="N", help="how many workers the run has [as the config says, or as --workers; 5]")
     parser.add_argument("--host", metavar="NAME", help="where to listen [0.0.0.0: everywhere; of an old run: where it did]")
     parser.add_argument("--port", metavar="N", help="of the gateway; 0: any free one [8443; of an old run: the one it had]")
@@ -41,7 +43,9 @@ def add_serve_flags(parser: Parser) -> None:
     )
     parser.add_argument("--cert", metavar="FILE", default="", help="a certificate of your own (PEM); --key goes with it")
     parser.add_argument("--key", metavar="FILE", default="")
-    parser.add_argument("--ray", metavar="{auto,off,ADDRESS}", default="auto", help="start Ray, leave it out, or join one [auto]")
+    parser.add_argument(
+        "--ray", metavar="{auto,off,ADDRESS}", help="start Ray, leave it out, or join one [auto; of an old run: as before]"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="a new run's folder [runs/METHOD-001, …]")
     add_config_flags(parser, without=("workers",), is_real=True)
 
@@ -50,8 +54,12 @@ def serve(arguments: argparse.Namespace) -> int:
     """`heloco serve`: serves a new run or an old one until it ends or a signal comes, and returns the exit code."""
     from heloco.cli.warm_restart import CAN_RESTART
     from heloco.cluster.server.process import ListenConfig
+    from heloco.records.serving import ServingRecord
 
-    local = parse_whole_number(arguments.workers, "workers")
+    is_old_run = arguments.run is not None and arguments.run.is_dir()
+    served_before = ServingRecord.load(arguments.run) if is_old_run else ServingRecord()
+    local = parse_whole_number(arguments.workers, "workers") if arguments.workers else served_before.workers
+    ray = arguments.ray or served_before.ray
     previous = (ListenConfig.load(arguments.run) if arguments.run else None) or ListenConfig(EVERYWHERE)
     port = parse_whole_number(arguments.port, "port") if arguments.port else previous.port
     if port > 65535:
@@ -61,15 +69,14 @@ def serve(arguments: argparse.Namespace) -> int:
     page = PAGE if page_can_be_shown() else ""
     cert, key = (str(Path(path).resolve()) if path else "" for path in (arguments.cert, arguments.key))
     listen = ListenConfig(host, port, names, cert or previous.cert, key or previous.key, page)
-    if arguments.ray in ("auto", "off"):  # otherwise it may be another machine that listens
-        is_old_run = arguments.run is not None and arguments.run.is_dir()
+    if ray in ("auto", "off"):  # otherwise it may be another machine that listens
         check_port(host, port, wait_s=RELEASE_S if is_old_run else 0.0)
-    spec = spec_for(arguments, local, listen)
-    if arguments.is_program and CAN_RESTART and serves_here(spec, arguments.ray):
+    spec = old_spec(arguments, served_before, listen) if is_old_run else new_spec(arguments, local, listen)
+    if arguments.is_program and CAN_RESTART and serves_here(spec, ray):
         from heloco.cli.warm_serve import serve_in_children
 
         return serve_in_children(spec, local)
-    return carry_on(spec, local, arguments.ray)
+    return carry_on(spec, local, ray)
 
 
 def own_names(host: str) -> tuple[str, ...]:
@@ -116,24 +123,35 @@ def page_can_be_shown() -> bool:
     return all(find_spec(part) is not None for part in ("plotly", "jinja2", "starlette"))
 
 
-def spec_for(arguments: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
-    """A new run from a TOML file and flags, or the run in a folder with other [cluster] settings."""
+def old_spec(arguments: argparse.Namespace, served_before: "ServingRecord", listen: "ListenConfig | None") -> "ServeSpec":
+    """The run in a folder, as it was served before, with the text and the [cluster] settings that flags give."""
+    from heloco.cluster.server.process import ServeSpec
+    from heloco.run import RunConfig, RunFolder, with_fields
+    from heloco.run.settings import parse_toml, section_to_toml, setting_sections
+
+    if not RunFolder.open(arguments.run).facts().is_real:
+        raise UserError(f"{arguments.run} is a simulation: `heloco resume {arguments.run}` goes on with it.")
+    flags, sections = given_fields(arguments), setting_sections()
+    for name in flags:
+        if sections[name] not in ("cluster", "input"):
+            raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
+    changes = parse_toml(served_before.cluster, "the settings of the last time")
+    changes |= {name: value for name, value in flags.items() if sections[name] == "cluster"}
+    cluster = section_to_toml(with_fields(RunConfig(), changes), "cluster", changes)
+    data = str(flags["data"]) if "data" in flags else served_before.data
+    if data is not None and Path(data).expanduser().exists():
+        data = str(Path(data).expanduser().resolve())  # the next `heloco serve` may be called from another folder
+    return ServeSpec(str(arguments.run), "", cluster, data, listen)
+
+
+def new_spec(arguments: argparse.Namespace, local: int, listen: "ListenConfig | None") -> "ServeSpec":
+    """A new run from a TOML file and flags."""
     from heloco.cluster.server.open_run import check_servable
-    from heloco.cluster.server.process import ServeSpec, spec_of
+    from heloco.cluster.server.process import spec_of
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.settings import read_toml, setting_sections, to_toml, with_recipe
+    from heloco.run.settings import read_toml, with_recipe
 
     flags = given_fields(arguments)
-    if arguments.run is not None and arguments.run.is_dir():
-        if not RunFolder.open(arguments.run).facts().is_real:
-            raise UserError(f"{arguments.run} is a simulation: `heloco resume {arguments.run}` goes on with it.")
-        sections = setting_sections()
-        for name in flags:
-            if sections[name] not in ("cluster", "input"):
-                raise UserError(f"--{name.replace('_', '-')} cannot change in a run that has begun: leave it out.")
-        changes = {name: value for name, value in flags.items() if sections[name] == "cluster"}
-        cluster = to_toml(with_fields(RunConfig(), changes)) if changes else ""
-        return ServeSpec(str(arguments.run), "", cluster, str(flags["data"]) if "data" in flags else None, listen)
     values = (read_toml(arguments.run, overridden=flags) if arguments.run else {}) | flags
     seats = parse_whole_number(arguments.seats, "seats") if arguments.seats else 0
     values = with_recipe("best", values, is_real=True)
@@ -186,7 +204,10 @@ class Engine(Protocol):
         """Where the run stands, with its machines, pauses and ending."""
 
     def stop(self, reason: str) -> None:
-        """Saves the run and ends it for now: machines receive `reason`."""
+        """Saves the run and ends it for all machines, which receive `reason`."""
+
+    def suspend(self, reason: str) -> None:
+        """Saves the run, to be served again: machines keep their rounds and wait."""
 
     def trouble(self) -> str | None:
         """The error of a local worker or of the synchronizer that needs a person; None if there is none."""
@@ -234,6 +255,9 @@ class HereEngine:
     def stop(self, reason: str) -> None:
         self.host.stop(reason)
 
+    def suspend(self, reason: str) -> None:
+        self.host.suspend(reason)
+
     def trouble(self) -> str | None:
         return self.workers.failure() if self.workers else None
 
@@ -255,6 +279,7 @@ def engine_for(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | N
     """Begins to serve the run with `local` workers: in this process, or with Ray if it is installed or its address is given."""
     if serves_here(spec, ray):
         return HereEngine(spec, local, child)
+    print("Starting Ray …" if ray == "auto" else f"Connecting to Ray at {ray} …", flush=True)
     from heloco.cluster.ray import RaySupervisor
 
     return RaySupervisor(spec, workers=local, address=None if ray == "auto" else ray)
@@ -282,12 +307,13 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
         if child is not None and child.is_restart:
             print(f"The run goes on after arrival {state.arrivals}.", flush=True)
         else:
+            remember(spec, local, ray)
             announce(engine, spec, ray)
         end = follow(engine, Path(spec.folder), lambda: bool(signals))
-        if signals:
-            engine.stop(f"stopped by {signal.Signals(signals[0]).name}")
-        if signals or (end is not None and end.kind == "stopped"):
-            print(how_to_go_on(spec), flush=True)
+        if signals and end is None:
+            engine.suspend(f"its `heloco serve` was ended by {signal.Signals(signals[0]).name}")
+        if end is None or end.kind in ("stopped", "suspended"):
+            print(how_to_go_on(spec, is_stopped=end is not None and end.kind == "stopped"), flush=True)
         if end is None or end.kind != "failed":
             let_all_hear_of_it(engine)
         if signals or end is None:
@@ -306,60 +332,27 @@ def carry_on(spec: "ServeSpec", local: int, ray: str, child: "ServingChild | Non
     return 0
 
 
-def how_to_go_on(spec: "ServeSpec") -> str:
-    """What a person reads after a stop: the command that continues the run."""
-    if spec.for_restart() is spec and spec.config:
-        return f"Stopped before a machine brought a model: the same command with --out {spec.folder} starts again."
-    return f"Stopped and saved. `heloco serve {spec.folder}` goes on."
+def remember(spec: "ServeSpec", local: int, ray: str) -> None:
+    """Records how the run is served, for the next time."""
+    from heloco.records.serving import ServingRecord
+
+    engine = "off" if serves_here(spec, ray) else ray  # Ray may have been installed by the next time
+    with contextlib.suppress(OSError):  # a full disk: the run can be served all the same
+        ServingRecord(workers=local, ray=engine, data=spec.data, cluster=spec.cluster).save(Path(spec.folder))
 
 
 def let_all_hear_of_it(engine: Engine) -> None:
-    """Waits a while, so that machines that are still there can fetch the final model and leave."""
-    now = time.monotonic()
-    earliest, latest = now + (LINGER_S if engine.address else 0.0), now + FAREWELL_S
-    while (now := time.monotonic()) < earliest or (now < latest and is_heard(engine.status())):
+    """Waits a while, so that machines that are still there hear of the end. If it is for good, they can fetch the final model."""
+    began = time.monotonic()
+    while (passed_s := time.monotonic() - began) < FAREWELL_S:
+        if passed_s >= (LINGER_S if engine.address else 0.0) and not somebody_is_to_hear(engine.status(), passed_s):
+            return
         time.sleep(0.1)
 
 
-def is_heard(status: "Status") -> bool:
-    """Whether a machine is still there to hear of the end."""
-    return any(not machine.is_away and machine.silent_s < SILENT_BEATS * status.beat_s for machine in status.machines)
-
-
-def announce(engine: Engine, spec: "ServeSpec", ray: str) -> None:
-    """Prints how machines join, look at and control the run. Prints nothing without a gateway."""
-    if not engine.address:
-        return
-    address, worker = reachable(engine.address, spec), engine.token("worker")
-    if is_external(spec):
-        print(f"In training scripts:  HELOCO_ADDRESS={address} HELOCO_TOKEN={worker}", flush=True)
-    else:
-        print(f"On other machines:  HELOCO_TOKEN={worker} heloco join {address}", flush=True)
-        if ray not in ("auto", "off"):
-            print(f"On Ray's nodes:     heloco join ray:{ray.removeprefix('ray:')}", flush=True)
-    viewer = engine.token("viewer")
-    print(f"To look at it:      HELOCO_TOKEN={viewer} heloco status {address}", flush=True)
-    if spec.listen and not spec.listen.page:
-        print('Live page:          needs plotly and jinja2: pip install "heloco[report]"', flush=True)
-    elif spec.listen:
-        from heloco.cluster.protocol.tokens import parse_token
-
-        print(f"Live page:          {address}/page?key={parse_token(viewer).secret}", flush=True)
-    print(f"To control it:      heloco stop {spec.folder} (also pause, unpause, evict, tokens, rollback)", flush=True)
-
-
-def is_external(spec: "ServeSpec") -> bool:
-    """Whether training scripts bring the model of the run. Then `heloco join` cannot train it."""
-    from heloco.records.config_facts import parse_config, read_config
-    from heloco.records.run_files import CONFIG
-
-    config = parse_config(spec.config, "the run's config") if spec.config else read_config(Path(spec.folder) / CONFIG)
-    return config.input.task == "external"
-
-
-def reachable(address: str, spec: "ServeSpec") -> str:
-    """The gateway's address with a host name that others can use."""
-    if spec.listen is None or not spec.listen.names:
-        return address
-    name = spec.listen.names[0]
-    return f"https://{f'[{name}]' if ':' in name else name}:{address.rpartition(':')[2]}"
+def somebody_is_to_hear(status: "Status", passed_s: float) -> bool:
+    """Whether a machine is there that has not heard of the end, which was `passed_s` ago. One that has leaves. If the run is
+    suspended it stays, and has heard of it if it gave a sign of life since then."""
+    is_suspended = status.ended is not None and status.ended.kind == "suspended"
+    has_heard_s = passed_s if is_suspended else -1.0
+    return any(not m.is_away and has_heard_s < m.silent_s < SILENT_BEATS * status.beat_s for m in status.machines)

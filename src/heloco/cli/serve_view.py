@@ -255,7 +255,8 @@ def per_minute(status: Status) -> str:
 def status_lines(status: Status) -> list[str]:
     """A run's state in a few sentences."""
     paused = f"paused: {status.paused.text}" if status.paused else "going"
-    state = f"ended: {status.ended.text}" if status.ended else paused
+    ended = "suspended" if status.ended and status.ended.kind == "suspended" else "ended"
+    state = f"{ended}: {status.ended.text}" if status.ended else paused
     return [
         f"Run {status.run} ({status.folder}): {state}.",
         f"{status.arrivals} of {status.arrival_goal} arrivals, outer step {status.outer_step}, {duration(status.time_s)} gone.",

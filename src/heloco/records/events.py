@@ -18,7 +18,9 @@ BARRING: frozenset[PartKind] = frozenset({"turned-away", "evicted"})
 """Ways to leave after which a machine may not come back."""
 PauseKind = Literal["space", "machines", "participation", "admin", "restarting"]
 """restarting: the synchronizer's process is being started again. Its supervisor says so; it is never in a journal."""
-EndKind = Literal["finished", "stopped", "gave-up", "failed"]
+EndKind = Literal["finished", "stopped", "gave-up", "failed", "suspended"]
+RESUMABLE: frozenset[EndKind] = frozenset({"failed", "suspended"})
+"""Ends of the synchronizer's process alone: machines keep their rounds and wait until the run is served again."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="event", forbid_unknown_fields=True):

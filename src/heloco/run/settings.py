@@ -163,5 +163,11 @@ def to_toml(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
+def section_to_toml(config: RunConfig, section: str, names: Collection[str]) -> str:
+    """The settings of these names in one section, as TOML; empty if there are none."""
+    entries = by_section(config)[section]
+    return "\n".join([f"[{section}]", *(f"{name} = {_toml(entries[name])}" for name in sorted(names)), ""]) if names else ""
+
+
 def _toml(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False).replace("\x7f", "\\u007f")  # the one that JSON leaves as it is

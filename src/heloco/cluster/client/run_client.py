@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from heloco.cluster.client.activity import Doing, Transfer
 from heloco.cluster.protocol.link import Link, LinkDown
 from heloco.cluster.protocol.messages import (
     Acknowledgement,
@@ -28,7 +29,7 @@ from heloco.cluster.protocol.messages import (
 from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
 from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.errors import RunStopped, UserError
-from heloco.records.events import EndKind
+from heloco.records.events import RESUMABLE, EndKind
 from heloco.wire.layout import Layout
 
 T = TypeVar("T")
@@ -105,6 +106,15 @@ class RunClient:
         """Why the current round should be abandoned; None if it should not."""
         self.waiting: Wait | None = None
         """Why this machine has no round at the moment; None if it has one, or has not asked."""
+        self.doing: Doing = "joining"
+        self.out_of_reach = ""
+        """Why the run does not answer at the moment, as a sentence; empty if it does."""
+        self.is_suspended = False
+        """Whether the run said last that it is suspended and will be served again."""
+        self.download: Transfer | None = None
+        """The last start that came."""
+        self.upload: Transfer | None = None
+        """The last contribution that went."""
         self._joined: Joined | None = None
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate, self._goes_on_after_failures = evaluate, False
@@ -183,12 +193,15 @@ class RunClient:
 
     def take(self, is_stopping: Callable[[], bool] = lambda: False) -> TakenRound | None:
         """The next round; None if `is_stopping` becomes true first."""
+        self.doing = "waiting"
         while not is_stopping():
             wait_s = min(POLL_S, self.joined.beat_s * 2)
             answer = self._next_round(wait_s)
             self.waiting = answer if isinstance(answer, Wait) else None
             if isinstance(answer, EvaluationJob):
+                self.doing = "evaluating"
                 self._evaluate_model(answer)
+                self.doing = "waiting"
                 continue
             if isinstance(answer, Wait):
                 continue
@@ -196,9 +209,12 @@ class RunClient:
                 self._enter()
             self._hold(answer.key)
             try:
-                return TakenRound(answer, self._fetch(answer))
+                taken_round = TakenRound(answer, self._fetch(answer))
             except NotHeld:
+                self.doing = "waiting"
                 continue
+            self.doing = "training"
+            return taken_round
         return None
 
     def _next_round(self, wait_s: float) -> RoundAnswer:
@@ -242,7 +258,15 @@ class RunClient:
 
     def _fetch(self, assignment: Assignment) -> dict[str, Tensor]:
         layout = Layout(self.joined.start_layout or ())
-        return self._call(lambda ticket: self.link.fetch(ticket, assignment.key, layout, assignment.start_digest))
+        self.doing = "receiving"
+
+        def fetch(ticket: Ticket) -> dict[str, Tensor]:
+            began = time.monotonic()
+            start = self.link.fetch(ticket, assignment.key, layout, assignment.start_digest)
+            self.download = Transfer(layout.size, time.monotonic() - began)
+            return start
+
+        return self._call(fetch)
 
     def _hold(self, key: RoundKey | None) -> None:
         with self._lock:
@@ -251,9 +275,18 @@ class RunClient:
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
         """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
         layout = Layout(self.joined.contribution_layout or ())
+        self.doing = "sending"
+
+        def send(ticket: Ticket) -> Acknowledgement:
+            began = time.monotonic()
+            ack = self.link.hand_in(ticket, key, layout, tensors, report)
+            self.upload = Transfer(layout.size, time.monotonic() - began)
+            return ack
+
         try:
-            return self._call(lambda ticket: self.link.hand_in(ticket, key, layout, tensors, report))
+            return self._call(send)
         finally:
+            self.doing = "waiting"
             self._hold(None)
 
     def final_model(self) -> dict[str, Tensor] | None:
@@ -301,16 +334,15 @@ class RunClient:
         while True:
             try:
                 answer = ask()
-                if was_away:
-                    self.tell("The run is back.")
+                self._note_back(was_away)
                 return answer
             except LinkDown as error:
                 reason = str(error)
             except Refused as refusal:
                 if refusal.code not in RETRIED_LATER:
-                    if was_away:
-                        self.tell("The run is back.")
+                    self._note_back(was_away)
                     raise
+                self.is_suspended = self.is_suspended or refusal.code is RefusalCode.SUSPENDED
                 reason = refusal.text
             waited_s = time.monotonic() - began
             if waited_s > self.patience_s:
@@ -319,9 +351,14 @@ class RunClient:
                 )
             if not was_away or reason != last_reason:
                 self.tell(f"{reason} Trying again.")
-            was_away, last_reason = True, reason
+            was_away, last_reason, self.out_of_reach = True, reason, reason
             if self._is_leaving.wait(pause_after(waited_s)) or self.is_stopping():
                 raise MachineStopRequested(reason)
+
+    def _note_back(self, was_away: bool) -> None:
+        if was_away:
+            self.out_of_reach, self.is_suspended = "", False
+            self.tell("The run is back.")
 
     # ---- signs of life
 
@@ -332,9 +369,18 @@ class RunClient:
                 answer = self.link.beat(self.joined.ticket, self.steps)
             except (LinkDown, Refused):
                 continue  # the next request will find out
+            self._note_suspension(answer.ended)
             with self._lock:
                 if round_key is not None and round_key == self._round_key:  # otherwise the answer is about another round
                     self.obsolete = why_obsolete(answer, round_key)
+
+    def _note_suspension(self, ended: Ended | None) -> None:
+        if ended is None or ended.kind != "suspended":
+            self.is_suspended = False
+        elif not self.is_suspended:
+            self.is_suspended = True
+            keeps = f"This machine keeps its round, and waits for the run for up to {self.patience_s:g} s"
+            self.tell(f"The run is suspended, and goes on when it is served again: {ended.text}. {keeps}.")
 
 
 def pause_after(waited_s: float) -> float:
@@ -349,7 +395,7 @@ def _raise_if_ended(error: Refused) -> None:
 
 def why_obsolete(answer: BeatAnswer, round_key: RoundKey) -> Obsolete | None:
     """What a beat's answer says about the round that this machine works on."""
-    if answer.ended is not None and answer.ended.kind != "failed":
+    if answer.ended is not None and answer.ended.kind not in RESUMABLE:
         return Obsolete("ended", f"the run has ended: {answer.ended.text}")
     if answer.too_stale:
         return Obsolete("too-stale", "its contribution would arrive too late to be used")

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from heloco.cluster.client.activity import MachineActivity
 from heloco.cluster.client.machine_identity import MachineIdentity
 from heloco.cluster.client.run_client import MachineStopRequested, NotHeld, RunClient, RunEnded, Scores, TakenRound
 from heloco.cluster.protocol.link import Link
-from heloco.cluster.protocol.messages import ContributionReport, RunInfo
+from heloco.cluster.protocol.messages import Acknowledgement, Assignment, ContributionReport, RunInfo
 from heloco.errors import UserError
 from heloco.inner import SequentialInner
 from heloco.outer.kernels.windows import dense
@@ -66,17 +67,25 @@ class Worker:
         *,
         tell: Callable[[str], Any] = print,
         after_round: Callable[[], Any] = lambda: None,
+        before_request: Callable[[], Any] = lambda: None,
     ) -> None:
-        """`after_round` is called after each round that was handed in."""
+        """`after_round` is called after each round that was handed in, `before_request` each time before it asks for a round."""
         from heloco.engine.build import pick_device
 
-        self.tell, self.after_round = tell, after_round
+        self.tell, self.after_round, self.before_request = tell, after_round, before_request
         self.inner = SequentialInner(task, config.inner, seed=config.run.seed, device=pick_device(config.run.device))
         self.inner.before_step = self.before_step
         self.keep_state = config.inner.keep_state
         self.stop_requested: str | None = None
         """Why this machine was asked to stop; None if it was not."""
-        self.rounds = 0
+        self.rounds = self.accepted = 0
+        """Rounds that were acknowledged, and those of them that were not refused."""
+        self.loss: float | None = None
+        self.pace_s: float | None = None
+        """Mean training loss and seconds per inner step of the last round."""
+        self._assignment: Assignment | None = None
+        self._arrivals = self._arrivals_at_first = 0
+        """The run's arrivals, as heard last, and when this machine's first round began."""
         self._config = config
         self._optimizer_states: dict[int, dict[str, Tensor] | None] = {}
         self._client: RunClient | None = None
@@ -102,6 +111,23 @@ class Worker:
                     tensor.copy_(theirs)
         return {source: finite_measures(measures) for source, measures in self.inner.task.evaluate(model).items()}
 
+    def activity(self) -> MachineActivity:
+        """What this machine is doing. May be called from any thread."""
+        client, assignment = self._client, self._assignment
+        arrivals_since = self._arrivals - self._arrivals_at_first
+        wait = client.waiting if client is not None else None
+        return MachineActivity(
+            doing=client.doing if client is not None else "joining",
+            wait_kind=wait.kind if wait is not None else None,
+            waits_for=client.out_of_reach or (wait.text if wait is not None else "") if client is not None else "",
+            is_suspended=client is not None and client.is_suspended,
+            worker=assignment.worker if assignment is not None else None, round=assignment.round if assignment is not None else 0,
+            steps=client.steps if client is not None else 0, inner_steps=assignment.inner_steps if assignment is not None else 0,
+            rounds=self.rounds, accepted=self.accepted, loss=self.loss, pace_s=self.pace_s, arrivals=self._arrivals,
+            planned_arrivals=self._config.run.arrivals, share=self.accepted / arrivals_since if arrivals_since > 0 else None,
+            download=client.download if client is not None else None, upload=client.upload if client is not None else None,
+        )  # fmt: skip
+
     def run(self, link: Link, name: str, run: str | None = None, *, evaluates: bool = False, patience_s: float = 3600.0) -> str:
         """Works until the run ends or a stop is requested. Returns a sentence: why the run ended, or what became of the round.
         `evaluates`: also evaluates models of the run between rounds. `patience_s`: how long to try to reach the run again."""
@@ -116,7 +142,7 @@ class Worker:
             seat = client.join().seat
             role = f"worker {seat}" if seat is not None else "a spare: all seats are taken"
             self.tell(f"Joined {link.address} as {role}, {step_s:.3g} s per step.")
-            while (taken_round := client.take(lambda: self.stop_requested is not None)) is not None:
+            while (taken_round := client.take(self._is_stopping)) is not None:
                 outcome = self._round(client, taken_round)
                 if self.stop_requested is not None:
                     break
@@ -131,18 +157,25 @@ class Worker:
         finally:
             identity.close()
 
+    def _is_stopping(self) -> bool:
+        self.before_request()
+        return self.stop_requested is not None
+
     def _round(self, client: RunClient, taken_round: TakenRound) -> str:
         """Does one round. Returns what became of it."""
         worker = taken_round.key.worker
         name = f"round {taken_round.key.round} of worker {worker}"
+        self._note_round(taken_round.assignment)
         try:
+            began = time.perf_counter()
             contribution = self.inner.run([self._as_round(taken_round)])[0]
+            self.pace_s = (time.perf_counter() - began) / taken_round.assignment.inner_steps
             deltas = [dense(block) for block in contribution.pseudo_gradient]
             tensors = blocks.name_contribution(deltas, contribution.buffers)
             ack = client.hand_in(taken_round.key, tensors, _report(contribution))
             if self.keep_state and ack.verdict != "refused":
                 self._optimizer_states[worker] = contribution.memory
-            self.rounds += 1
+            self._note_acknowledgement(contribution, ack)
             self.after_round()
             return f"{name} was handed in and is {ack.verdict}"
         except Abandoned as reason:
@@ -151,6 +184,17 @@ class Worker:
         except NotHeld as reason:
             self.tell(f"{name} was not accepted: {reason}")
             return f"{name} was not accepted"
+
+    def _note_round(self, assignment: Assignment) -> None:
+        self._arrivals = max(self._arrivals, round(assignment.progress * self._config.run.arrivals))
+        if self._assignment is None:
+            self._arrivals_at_first = self._arrivals
+        self._assignment = assignment
+
+    def _note_acknowledgement(self, contribution: Contribution, ack: Acknowledgement) -> None:
+        self.rounds += 1
+        self.accepted += ack.verdict != "refused"
+        self.loss, self._arrivals = contribution.loss, max(self._arrivals, ack.arrival)
 
     def before_step(self) -> None:
         """Called before each inner step."""

@@ -24,7 +24,7 @@ STATUS = {
     RefusalCode.TIMEOUT: 408, RefusalCode.CUT: 408, RefusalCode.ENDED: 410, RefusalCode.LENGTH: 411,
     RefusalCode.TOO_LONG: 413, RefusalCode.TOO_LARGE: 413, RefusalCode.LAYOUT: 422, RefusalCode.CORRUPTED: 422,
     RefusalCode.NOT_FINITE: 422, RefusalCode.MODEL: 422, RefusalCode.RATE: 429, RefusalCode.INTERNAL: 500,
-    RefusalCode.AWAY: 503, RefusalCode.BUSY: 503, RefusalCode.DISK: 507,
+    RefusalCode.AWAY: 503, RefusalCode.SUSPENDED: 503, RefusalCode.BUSY: 503, RefusalCode.DISK: 507,
 }  # fmt: skip
 """HTTP status of each refusal code. All other codes get 409: the request does not fit the run's state."""
 

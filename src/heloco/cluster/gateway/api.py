@@ -119,6 +119,7 @@ class Api:
             ("GET", "/status", LOOKING, self.status),
             ("GET", "/file", LOOKING, self.file),
             ("POST", "/stop", ADMIN, self.stop),
+            ("POST", "/suspend", ADMIN, self.suspend),
             ("POST", "/pause", ADMIN, self.pause),
             ("POST", "/unpause", ADMIN, self.unpause),
             ("POST", "/evict", ADMIN, self.evict),
@@ -232,6 +233,10 @@ class Api:
     async def stop(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)
         return await self._long(("stop",), None, self.service.admin.stop, m.printable(reason.text))
+
+    async def suspend(self, request: Request) -> Response:
+        reason = await self._body(request, m.Reason)
+        return await self._long(("suspend",), None, self.service.admin.suspend, m.printable(reason.text))
 
     async def pause(self, request: Request) -> Response:
         reason = await self._body(request, m.Reason)

@@ -189,6 +189,9 @@ class HttpsLink:
     def stop(self, text: str) -> None:
         self._post_long("stop", m.Reason(text=m.printable(text)))
 
+    def suspend(self, text: str) -> None:
+        self._post_long("suspend", m.Reason(text=m.printable(text)))
+
     def pause(self, text: str) -> None:
         self._post("pause", m.Reason(text=m.printable(text)))
 

@@ -96,7 +96,10 @@ class AdminLink(Protocol):
         """The next part of one of the run's readable files, from byte `offset` on."""
 
     def stop(self, text: str) -> None:
-        """Ends the run. It is saved and can be served again. `text` says why."""
+        """Ends the run for all machines, which leave with its model. It is saved. `text` says why."""
+
+    def suspend(self, text: str) -> None:
+        """Saves the run and ends its process, to be served again. Machines keep their rounds and wait. `text` says why."""
 
     def pause(self, text: str) -> None:
         """Stops handing out rounds until `unpause`. Rounds under way are still taken in. `text` says why."""

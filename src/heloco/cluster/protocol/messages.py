@@ -58,7 +58,8 @@ class Ended(Message, frozen=True, kw_only=True):
     finished   all arrivals are in;
     stopped    somebody stopped it; it is saved and can be served again;
     gave-up    it was paused for longer than `give_up_after_s`;
-    failed     its disk or its program failed. The process stops, machines wait, and a restart continues."""
+    failed     its disk or its program failed. The process stops, machines wait, and a restart continues;
+    suspended  whoever serves it ended the process and will start it again. Machines keep their rounds and wait."""
 
     kind: EndKind
     text: str

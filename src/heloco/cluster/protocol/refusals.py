@@ -38,6 +38,8 @@ class RefusalCode(StrEnum):
     """The machine has another version of heloco than the run."""
     ENDED = "ended"
     """The run takes no more contributions."""
+    SUSPENDED = "suspended"
+    """The run is suspended: its process ends, and will be started again by whoever serves it. Machines keep their rounds."""
     AWAY = "away"
     """The synchronizer's process is about to stop and will be started again: ask again later."""
     BUSY = "busy"
@@ -82,7 +84,7 @@ class RefusalCode(StrEnum):
     """A run without a valid admin token could not be managed any more."""
 
 
-RETRIED_LATER = frozenset({RefusalCode.BUSY, RefusalCode.DISK, RefusalCode.RATE, RefusalCode.AWAY})
+RETRIED_LATER = frozenset({RefusalCode.BUSY, RefusalCode.DISK, RefusalCode.RATE, RefusalCode.AWAY, RefusalCode.SUSPENDED})
 """Refusals after which the same request may succeed by itself."""
 RESUMED = frozenset({RefusalCode.OFFSET, RefusalCode.INCOMPLETE, RefusalCode.CORRUPTED})
 """Refusals after which a transfer continues from the bytes that have arrived."""

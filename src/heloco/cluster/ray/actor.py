@@ -56,7 +56,8 @@ CALLS = {
     "abandon": "service.rounds.abandon", "send_scores": "service.evaluation.take_in",
     "report_scores": "service.evaluation.take_report",
     "leave": "service.members.leave", "read": "service.admin.read",
-    "stop": "service.admin.stop", "pause": "service.pauses.pause", "unpause": "service.pauses.unpause",
+    "stop": "service.admin.stop", "suspend": "service.admin.suspend",
+    "pause": "service.pauses.pause", "unpause": "service.pauses.unpause",
     "evict": "service.members.evict", "tokens": "list_tokens", "new_token": "new_token",
     "revoke_token": "revoke_token", "token": "token", "declare_lost": "service.members.declare_lost",
 }  # fmt: skip

@@ -183,6 +183,9 @@ class RayLink:
     def stop(self, text: str) -> None:
         self._ask("ask", "stop", text)
 
+    def suspend(self, text: str) -> None:
+        self._ask("ask", "suspend", text)
+
     def pause(self, text: str) -> None:
         self._ask("ask", "pause", text)
 

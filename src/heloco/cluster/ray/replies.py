@@ -6,9 +6,10 @@ joins a run loads none.
 
 from typing import Generic, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from heloco.cluster.protocol.link import LinkDown
+from heloco.cluster.protocol.messages import Paused, Status
 from heloco.cluster.protocol.refusals import Refusal, as_error
 from heloco.errors import RunStopped
 from heloco.wire.layout import PIECE_BYTES
@@ -64,3 +65,8 @@ def value_of(reply: Reply[T]) -> T:
     if isinstance(reply, Failed):
         raise RunStopped(reply.text)
     return reply.value
+
+
+def while_restarting(status: Status) -> Status:
+    """The last status, while the synchronizer is down."""
+    return structs.replace(status, paused=Paused(kind="restarting", text="the synchronizer is being started again"))

@@ -15,14 +15,14 @@ from typing import Any
 from msgspec import structs
 
 from heloco.cluster.protocol.link import LinkDown
-from heloco.cluster.protocol.messages import Ended, Paused, Right, Status
+from heloco.cluster.protocol.messages import Ended, Right, Status
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.ray.actor import make_actor
 from heloco.cluster.ray.probe import split
 from heloco.cluster.ray.ray_cluster import NAMESPACE, Cluster, require_ray
 from heloco.cluster.ray.ray_link import RayLink
 from heloco.cluster.ray.ray_options import RayOptions
-from heloco.cluster.ray.replies import NAME, Answer, Begun, Reply
+from heloco.cluster.ray.replies import NAME, Answer, Begun, Reply, while_restarting
 from heloco.cluster.ray.store import store_bytes
 from heloco.cluster.ray.workers import WorkerHandle, WorkerStatus, start_worker
 from heloco.cluster.server.process import ServeSpec
@@ -239,9 +239,8 @@ class RaySupervisor:
 
     def _restart(self, reason: str, *, new_ray: bool) -> None:
         """Starts the synchronizer again from the run's folder. With `new_ray`, starts Ray again first."""
-        arrivals = self._last_status.arrivals if self._last_status else 0
-        self._vain_restarts = 0 if arrivals > self._arrivals else self._vain_restarts + 1
-        self._arrivals = arrivals
+        arrivals_before, self._arrivals = self._arrivals, self._last_status.arrivals if self._last_status else 0
+        self._vain_restarts = 0 if self._arrivals > arrivals_before else self._vain_restarts + 1
         if self._vain_restarts > RESTART_LIMIT or (new_ray and not self._own_cluster):
             goes_on = f"What was done is kept: `heloco serve {self.spec.folder}` goes on."
             self._finish("failed", f"{reason}, {self._vain_restarts + 1} times without an arrival in between. {goes_on}")
@@ -292,9 +291,8 @@ class RaySupervisor:
 
     def _replace(self, name: str, reason: str) -> None:
         sentence = f"{name} died{f' ({reason})' if reason else ''}"
-        arrivals = self._last_status.arrivals if self._last_status else 0
-        self._deaths = 1 if arrivals > self._arrivals_at_death else self._deaths + 1
-        self._arrivals_at_death = arrivals
+        arrivals_before, self._arrivals_at_death = self._arrivals_at_death, self._last_status.arrivals if self._last_status else 0
+        self._deaths = 1 if self._arrivals_at_death > arrivals_before else self._deaths + 1
         if self._end or not self.keep:
             self.tell(f"{sentence}.")
         elif self._deaths > max(RESTART_LIMIT, 2 * self._workers_wanted):
@@ -348,11 +346,18 @@ class RaySupervisor:
         return self._end
 
     def stop(self, reason: str = "stopped") -> None:
-        """Saves and ends the run."""
+        """Saves the run and ends it for all machines."""
+        self._order(lambda: self.link.stop(reason))
+
+    def suspend(self, reason: str) -> None:
+        """Saves the run, to be served again."""
+        self._order(lambda: self.link.suspend(reason))
+
+    def _order(self, end: Callable[[], None]) -> None:
         until = time.monotonic() + CLOSE_S
         while not self._has_ended.is_set():
             try:
-                self.link.stop(reason)
+                end()
                 break
             except Refused:  # it has ended already
                 break
@@ -380,12 +385,12 @@ class RaySupervisor:
         actor = self._actor
         if self._end is None and self._link is not None:
             with contextlib.suppress(*errors):
-                self.link.stop("stopped")
+                self.link.suspend("its supervisor was closed")
         if self.cluster.has_ended():
             return
         with contextlib.suppress(*errors):
             for worker in self._workers:
-                worker.handle.stop.remote("the run has ended")
+                worker.handle.stop.remote("its supervisor ends")
             if references := [worker.end for worker in self._workers]:
                 self._ray.wait(references, num_returns=len(references), timeout=WORKERS_END_S)
         with contextlib.suppress(*errors):
@@ -393,8 +398,3 @@ class RaySupervisor:
                 self._ray.get(actor.close.remote(), timeout=CLOSE_S)
         for handle in [*(worker.handle for worker in self._workers), *([actor] if actor is not None else [])]:
             self._kill(handle)
-
-
-def while_restarting(status: Status) -> Status:
-    """The last status, while the synchronizer is down."""
-    return structs.replace(status, paused=Paused(kind="restarting", text="the synchronizer is being started again"))

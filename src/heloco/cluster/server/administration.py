@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from heloco.cluster.server.roster import Machine
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records import journal_reader as journal
+from heloco.records.events import EndKind
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 
 READABLE = (CONFIG, META, TAPE, EVALS, journal.FOLDER)
@@ -84,29 +86,42 @@ class Administration:
             return file.read(READ_LIMIT_BYTES)
 
     def stop(self, text: str) -> None:
-        """Saves the run and ends it for now. `heloco serve` can continue it later."""
+        """Saves the run and ends it for all machines. Rounds under way are taken back. `heloco serve` can continue it later."""
         text = text or "stopped"
+        self._end("stopped", text, lambda: self._take_rounds_back(text))
+
+    def suspend(self, text: str) -> None:
+        """Saves the run and ends it in this process alone: machines keep their rounds, and wait until it is served again."""
+        self._end("suspended", text or "its process is restarted", lambda: None)
+
+    def _end(self, kind: EndKind, text: str, prepare: Callable[[], None]) -> None:
         with self._one_stop:
             try:
-                if (run := self._begin_stop(text)) is not None:
+                if (run := self._begin_end(kind, prepare)) is not None:
                     self._save(run)
                 with self.state.changed:
                     if self.state.ended is None:
-                        self.state.end("stopped", text)
+                        self.state.end(kind, text)
             finally:
                 self.state.is_stopping = False
 
-    def _begin_stop(self, text: str) -> JournaledRun | None:
-        """Takes all rounds back. Returns the run that is to be saved, if any."""
+    def _begin_end(self, kind: EndKind, prepare: Callable[[], None]) -> JournaledRun | None:
+        """Hands out no more rounds. Returns the run that is to be saved, if any. Refuses to stop a run that is suspended: its
+        machines wait for another process, which alone can take their rounds back."""
         state = self.state
         with state.changed:
+            if kind == "stopped" and state.ended is not None and state.ended.kind == "suspended":
+                state.check_open()
             if state.ended is not None or state.run is None:
                 return None
             state.is_stopping = True
-            for machine in state.roster:
-                if machine.round:
-                    self.rounds.give_up(machine, "stopped", text)
+            prepare()
             return state.run
+
+    def _take_rounds_back(self, text: str) -> None:
+        for machine in self.state.roster:
+            if machine.round:
+                self.rounds.give_up(machine, "stopped", text)
 
     def _save(self, run: JournaledRun) -> None:
         """Writes a checkpoint, and waits for it without the lock. Without room on the disk the run has none of this moment: the

@@ -54,7 +54,7 @@ class MachineEvaluation:
                 return None
             if job := queue.lend(machine.id):
                 return EvaluationJob(arrival=job[0].arrival, digest=job[1])
-            if self.state.ended is not None and queue.waiting:
+            if self.state.is_over and queue.waiting:
                 return Wait(kind="evaluation", text="the last models are being evaluated")
             return None
 

@@ -184,9 +184,12 @@ class RunHost:
         return self.service.admin.status()
 
     def stop(self, text: str) -> None:
-        """Saves the run and ends it for now: machines are told `text`. `heloco serve` can resume it. The gateway answers until
-        `close`."""
+        """Saves the run and ends it for all machines, with the reason `text`. The gateway answers until `close`."""
         self.service.admin.stop(text)
+
+    def suspend(self, text: str) -> None:
+        """Saves the run, to be served again: machines keep their rounds and wait. The gateway answers until `close`."""
+        self.service.admin.suspend(text)
 
     def list_tokens(self) -> TokenList:
         """All tokens, without their secrets."""

@@ -48,7 +48,7 @@ class RoundDispatcher:
         state = self.state
         assert state.run is not None
         if state.is_stopping:
-            return Wait(kind="stopping", text="the run is being stopped")
+            return Wait(kind="stopping", text="the run is being saved, and then ends or restarts")
         if state.paused and holds_back(state.paused, has_contributed=machine.id in state.run.participants()):
             return Wait(kind="paused", text=state.paused.text)
         if state.now_s < machine.rests_until_s:
@@ -154,7 +154,7 @@ class RoundDispatcher:
         state = self.state
         with state.lock:
             state.machine(ticket)
-            if state.run is None or state.starts is None or state.ended is None:
+            if state.run is None or state.starts is None or not state.is_over:
                 raise Refused(RefusalCode.NOT_HELD, "The run has not ended: its model is still being trained.")
         return state.starts.write_final(state.run.final_model())
 

@@ -65,7 +65,9 @@ class Service:
         return (self.evaluation.next(ticket, evaluates, is_idle=True) or answer) if isinstance(answer, Wait) else answer
 
     def describe(self) -> RunInfo:
-        """What a machine needs to know before it joins."""
+        """What a machine needs to know before it joins. Raises `Refused` if it should ask again when the run is served again."""
+        if not self.state.is_over:
+            self.state.check_open()
         return RunInfo(
             run=self.state.run_id, heloco=heloco.__version__, config=to_toml(self.state.config), task_digest=self.task_digest,
             model_digest=self.model_digest, external=self.is_external, ended=self.state.ended,

@@ -16,7 +16,7 @@ from heloco.cluster.server.roster import Machine, Roster
 from heloco.cluster.server.transfers import SnapshotStore, Uploads, refuse_for_disk
 from heloco.disk import FULL, SCARCE
 from heloco.errors import RunStopped, UserError
-from heloco.records.events import EndKind
+from heloco.records.events import RESUMABLE, EndKind
 from heloco.records.journal import JournalTaken
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.run_files import RUN_ID
@@ -60,6 +60,11 @@ class ServiceState:
         """Whether the run ended with an error. The state in memory may then be half changed."""
         return self.ended is not None and self.ended.kind == "failed"
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended for its machines. One that failed or is suspended goes on when it is served again."""
+        return self.ended is not None and self.ended.kind not in RESUMABLE
+
     def end(self, kind: EndKind, text: str) -> None:
         """Ends the run in this process, and wakes all that wait for a change. The text says why."""
         with self.changed:
@@ -67,11 +72,13 @@ class ServiceState:
             self.changed.notify_all()
 
     def check_open(self) -> None:
-        """Raises `Refused` if the run has ended or failed."""
+        """Raises `Refused` if the run has ended, failed, or is suspended."""
         if self.ended is None:
             return
         if self.ended.kind == "failed":
             raise Refused(RefusalCode.AWAY, f"The synchronizer has stopped: {self.ended.text}")
+        if self.ended.kind == "suspended":
+            raise Refused(RefusalCode.SUSPENDED, f"The run is suspended, and goes on when it is served again: {self.ended.text}.")
         raise Refused(RefusalCode.ENDED, f"The run has ended: {self.ended.text}", end=self.ended.kind)
 
     @contextmanager
