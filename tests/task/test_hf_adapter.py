@@ -1,4 +1,4 @@
-"""`heloco train --hf … --lora r`: a Hugging Face model stays as it is, and an adapter of it is trained, sent, kept and exported."""
+"""`heloco train --hf … --lora r`: a Hugging Face model stays as it is; its adapter is trained, sent, kept and exported."""
 
 import json
 import shutil

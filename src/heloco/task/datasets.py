@@ -19,8 +19,9 @@ class DatasetTask:
 
     `shards` maps the name of each shard to its data: anything with `len()` and `[i]`, such as a list, a torch `Dataset` or a
     Hugging Face dataset in the format "torch". What can only be iterated over, give as `list(data)`. `loss(model, batch)` returns
-    a scalar tensor; its batches are made by `collate` from a list of samples. `validation` maps names to datasets, and each is reported
-    under its name. If the mean loss is not what you want to see, give `evaluate(model)`, which returns {name: {"loss": …}}.
+    a scalar tensor; its batches are made by `collate` from a list of samples. `validation` maps names to datasets, and each is
+    reported under its name. If the mean loss is not what you want to see, give `evaluate(model)`, which returns
+    {name: {"loss": …}}.
 
     `seed` decides the order of the samples. `digest` identifies the data: machines that join and runs that are resumed are
     refused if theirs is another. Without it, only names and sizes of the shards are compared.
@@ -103,10 +104,10 @@ class DatasetTask:
 
 
 def _check_datasets(argument: str, datasets: Any, *, is_collated: bool) -> None:
-    """Raises UserError for what is no mapping of names to datasets. `is_collated`: batches are made by torch's default_collate."""
+    """Raises UserError for what is no mapping of names to datasets. `is_collated`: torch's default_collate makes the batches."""
     if not isinstance(datasets, Mapping):
         raise UserError(
-            f"{argument} is a {type(datasets).__name__}: give a dict with a name for each dataset, such as "
+            f"{argument} is of the type {type(datasets).__name__}: give a dict with a name for each dataset, such as "
             f'{argument}={{"a": data_a, "b": data_b}}.'
         )
     for name, data in datasets.items():
@@ -133,13 +134,13 @@ def _check_dataset(where: str, data: Any) -> None:
     if isinstance(data, DataLoader):
         raise UserError(f"{where} is a DataLoader: give its dataset. Batches are made of batch_size samples, by collate.")
     if isinstance(data, Mapping):
-        raise UserError(f"{where} is a {kind}: give a dataset, such as the list of its samples.")
+        raise UserError(f"{where} is of the type {kind}: give a dataset, such as the list of its samples.")
     is_numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
     if not is_numbered:
         can_be_listed = isinstance(data, Iterable)
         remedy = ", such as list(data) if it ends and fits into memory" if can_be_listed else ""
         raise UserError(
-            f"{where} is a {kind}, and rounds read samples by their numbers: give something with len() and [i]{remedy}."
+            f"{where} is of the type {kind}, and rounds read samples by their numbers: give something with len() and [i]{remedy}."
         )
 
 
