@@ -48,7 +48,7 @@ class DatasetTask:
         seed: int = 0,
         digest: str = "",
     ) -> None:
-        for argument, datasets in (("shards", shards), ("validation", validation or {})):
+        for argument, datasets in (("shards", shards), ("validation", {} if validation is None else validation)):
             _check_datasets(argument, datasets, is_collated=collate is default_collate)
         if not shards:
             raise UserError("shards is empty: give at least one shard of training data.")
