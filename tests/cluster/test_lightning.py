@@ -131,13 +131,13 @@ def test_steps_of_a_batch_after_the_runs_end_move_nothing(serve):
 
 
 def test_an_error_in_the_module_leaves_the_run(serve):
-    said: list[str] = []
-    callback = heloco.HeLoCoLightningCallback(LocalLink(serve()), tell=said.append)
+    lines: list[str] = []
+    callback = heloco.HeLoCoLightningCallback(LocalLink(serve()), tell=lines.append)
     module = module_of()
     module.training_step = lambda _: 1 / 0
     with pytest.raises(ZeroDivisionError):
         fit(module, callback)
-    assert said[-1].startswith("Left ") and not callback.joined.ended
+    assert lines[-1].startswith("Left ") and not callback.joined.ended
 
 
 def test_strategies_that_spread_the_parameters_are_refused(serve):
