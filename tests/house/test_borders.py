@@ -12,7 +12,6 @@ from support.rooms import crossing_names, definitions
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 SIGNATURES_OF_OTHERS = {
     "heloco.cluster.client.hf_callback.HeLoCoCallback",  # the Trainer's callbacks
-    "heloco.cluster.client.lightning_callback.HeLoCoLightningCallback",  # Lightning's callbacks
     "heloco.outer.heloco.HeLoCo",  # torch's optimizers: parameter groups and states
     "heloco.outer.optimizer.OuterOptimizer",
     "heloco.uvicorn_internals.Http",  # uvicorn's protocols

@@ -160,6 +160,11 @@ def test_from_python(models):
     settings = {"tokenizer": "bytes", "context": 16, "arrivals": 2, "inner_steps": 1, "eval_windows": 2}
     result = package.simulate(hf=str(models["llama"]), lora=2, **settings)
     assert all(".lora_" in name for name, _ in result.model.named_parameters()) and result.loss is not None
+    tokens = torch.arange(16)[None]
+    adapted = result.model.eval()(tokens).logits
+    merged = result.model.base_model.merge_and_unload()
+    torch.testing.assert_close(merged(tokens).logits, adapted)
+    assert type(merged).__name__ == "LlamaForCausalLM"
 
 
 # ---- what is refused

@@ -101,7 +101,7 @@ class HFAdapter:
 
 class AdaptedModel(nn.Module):
     """A frozen model with an adapter. Its parameters are those of the adapter alone, with the names that peft gives them: the
-    model's own are no part of a run."""
+    model's own are no part of a run. `base_model.merge_and_unload()` gives the model with the adapter in its weights."""
 
     def __init__(self, tuner: nn.Module) -> None:
         super().__init__()
