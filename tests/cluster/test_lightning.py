@@ -130,6 +130,25 @@ def test_steps_of_a_batch_after_the_runs_end_move_nothing(serve):
     assert_same(values(module), outer(service))
 
 
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_schedule_can_end_with_the_run_or_alone_with_the_training(is_alone, serve, monkeypatch):
+    """The run has 8 of the 2,000 steps that the Trainer could make; alone it makes 8."""
+    monkeypatch.delenv("HELOCO_ADDRESS", raising=False)
+    link = None if is_alone else LocalLink(serve(inner_steps=2, arrivals=4))
+    callback, module, rates = heloco.HeLoCoLightningCallback(link, tell=quiet), module_of(), []
+
+    def configure_optimizers() -> Any:
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - callback.progress)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    module.configure_optimizers = configure_optimizers
+    module.on_train_batch_start = lambda *_: rates.append(module.optimizers().param_groups[0]["lr"])
+    trainer = fit(module, callback, max_epochs=2 if is_alone else 500)
+    assert trainer.global_step == 8 and rates[0] == 1e-2 and rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(1e-2 / 8, rel=0.01) and trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0)
+
+
 def test_an_error_in_the_module_leaves_the_run(serve):
     lines: list[str] = []
     callback = heloco.HeLoCoLightningCallback(LocalLink(serve()), tell=lines.append)

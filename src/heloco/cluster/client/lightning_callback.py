@@ -59,10 +59,23 @@ class HeLoCoLightningCallback(Callback):
     ) -> None:
         self.joined: JoinedLoop | None = None
         """This machine's state in the run; None before the training begins."""
-        self._address = address
+        self._address, self._trainer = address, None
         self._options: dict[str, Any] = {
             "token": token, "name": name, "reset_optimizer": reset_optimizer, "patience_s": patience_s, "tell": tell,
         }  # fmt: skip
+
+    @property
+    def progress(self) -> float:
+        """How much of the training is done, from 0 to 1: of the whole run, or without a run of the Trainer's own steps. For
+        learning-rate schedules."""
+        if self.joined is not None:
+            return self.joined.progress
+        trainer: Any = self._trainer
+        return min(1.0, trainer.global_step / trainer.estimated_stepping_batches) if trainer and trainer.global_step else 0.0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
+        """Notes the Trainer."""
+        self._trainer = trainer
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Joins the run with the module and all its optimizers."""
