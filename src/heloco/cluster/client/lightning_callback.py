@@ -59,7 +59,8 @@ class HeLoCoLightningCallback(Callback):
     ) -> None:
         self.joined: JoinedLoop | None = None
         """This machine's state in the run; None before the training begins."""
-        self._address, self._trainer = address, None
+        self._address = address
+        self._trainer: Any = None
         self._options: dict[str, Any] = {
             "token": token, "name": name, "reset_optimizer": reset_optimizer, "patience_s": patience_s, "tell": tell,
         }  # fmt: skip
@@ -70,7 +71,7 @@ class HeLoCoLightningCallback(Callback):
         learning-rate schedules."""
         if self.joined is not None:
             return self.joined.progress
-        trainer: Any = self._trainer
+        trainer = self._trainer
         return min(1.0, trainer.global_step / trainer.estimated_stepping_batches) if trainer and trainer.global_step else 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
