@@ -46,6 +46,7 @@ _HOME = {
     "join": "heloco.cluster.client.join_own_loop",
     "JoinedLoop": "heloco.cluster.client.joined_loop",
     "HeLoCoCallback": "heloco.cluster.client.hf_callback",
+    "HeLoCoLightningCallback": "heloco.cluster.client.lightning_callback",
     "Task": "heloco.task",
     "DatasetTask": "heloco.task.datasets",
     "UserError": "heloco.errors",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from heloco.cluster.client.hf_callback import HeLoCoCallback as HeLoCoCallback
     from heloco.cluster.client.join_own_loop import join as join
     from heloco.cluster.client.joined_loop import JoinedLoop as JoinedLoop
+    from heloco.cluster.client.lightning_callback import HeLoCoLightningCallback as HeLoCoLightningCallback
     from heloco.engine.simulate import Result as Result
     from heloco.engine.simulate import simulate as simulate
     from heloco.engine.simulation import Simulation as Simulation

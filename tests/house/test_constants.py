@@ -17,7 +17,8 @@ from heloco.outer import MLA, DelayedNesterov, HeLoCo, Nesterov, OuterOptimizer
 from heloco.outer.constants import LookaheadKnobs
 from heloco.outer.kernels.coefficients import NAMES
 from heloco.run import RunConfig, resolve, with_fields
-from heloco.run.config import knob_setting
+from heloco.run.config import knob_setting, outer_knobs
+from heloco.run.settings import with_recipe
 from support.runs import heloco
 
 PACKAGE = Path(package.__file__).parent
@@ -115,6 +116,16 @@ def test_help_shows_the_equation_and_which_published_form_it_is():
     ):  # fmt: skip
         assert text in documentation
     assert "knob_values" not in documentation
+
+
+def test_help_shows_how_the_default_method_is_made():
+    [line] = [line for line in (inspect.getdoc(package.HeLoCo) or "").splitlines() if "heloco.METHODS[" in line]
+    names: dict[str, Any] = {"heloco": package, "params": [torch.zeros(2)]}
+    exec(line.strip(), names)
+    default = resolve(with_fields(RunConfig(), with_recipe("best", {})))
+    [group] = names["outer"].param_groups
+    knobs = outer_knobs(default.outer)
+    assert {name: group[name] for name in knobs} == knobs and isinstance(names["outer"], HeLoCo)
 
 
 def example_of(rule: type[OuterOptimizer]) -> str:

@@ -105,6 +105,28 @@ def test_a_served_run_and_its_workers_find_it(place):
     assert [line["arrival"] for line in tape(place / "run")] == [1, 2, 3, 4]
 
 
+TASK = """
+from support.extensions import build_sums
+import heloco
+
+heloco.register_task("sums", build_sums)
+"""
+
+
+def test_a_machine_that_joins_needs_the_plugin_with_the_task(place, programs):
+    (place / "my_task.py").write_text(TASK)
+    flags = ("--task", "sums", "--arrivals", "4", "--inner-steps", "2", "--batch-size", "2", "--lr", "0.01", "--seats", "1")
+    plugins = (place / "my_rules.py", place / "my_task.py")
+    both = [word for plugin in plugins for word in ("--plugin", str(plugin))]
+    served = programs.serve(place / "run", *flags, "--method", "sign", *both)
+    without = programs.join(served).end()
+    assert without.code == 2 and "There is no task 'sums' here" in without.sentence and "--plugin" in without.sentence
+    joined = programs.join(served, "--plugin", str(plugins[1])).end()
+    assert joined.code == 0 and "all arrivals are in" in joined.out, "the rule is the synchronizer's alone"
+    assert served.program.end().code == 0
+    assert [line["arrival"] for line in tape(place / "run")] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("content", "flags", "says"),
     [

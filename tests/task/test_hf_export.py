@@ -67,7 +67,7 @@ def test_a_tokenizer_that_is_gone_is_left_out_and_said(text, tmp_path):
 
 
 def model_of_without_data(run: Path) -> Any:
-    from heloco.run.config import gpt_config
+    from heloco.run.task_config import gpt_config
 
     folder = RunFolder.open(run)
     model = gpt_config(folder.config().model).build(0)

@@ -369,7 +369,7 @@ def test_samples_are_counted_and_moved_whatever_they_are_wrapped_in(sample, unit
 def test_an_empty_shard_is_answered_with_a_sentence():
     with pytest.raises(UserError) as error:
         DatasetTask(Own(), squared, {"low": points(1), "none": []})
-    assert str(error.value) == "The shard 'none' is empty: give it data or leave it out."
+    assert str(error.value) == "shards['none'] is empty: give it data or leave it out."
 
 
 def test_another_set_of_data_has_another_digest():

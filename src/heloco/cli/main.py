@@ -199,7 +199,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def resume_run(path: Path, data: str | None, logs: list[str]) -> int:
     import torch
 
-    from heloco.engine.build import model_digest
+    from heloco.engine.build import check_model
     from heloco.engine.local import LocalRun, LocalState
     from heloco.records.journal_reader import FOLDER as JOURNAL
     from heloco.records.run_files import CONFIG
@@ -225,8 +225,7 @@ def resume_run(path: Path, data: str | None, logs: list[str]) -> int:
         raise UserError(
             "The data or the tokenizer is not the one this run was started with: give the same text, e.g. with --data."
         )
-    if model_digest(task) != facts.model_digest:
-        raise UserError(f"The config.json of {config.model.hf} is not the one this run was started with: restore it.")
+    check_model(task, config, facts)
     local = LocalRun(task, config, folder=folder, begun_as=facts.execution or "sequential")
     if start_point:
         local.load(*start_point)
@@ -305,7 +304,7 @@ def show_preparation() -> Any:
 def evaluate(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from heloco.engine.build import load_model, pick_device
+    from heloco.engine.build import check_model, load_model, pick_device
     from heloco.records.json_numbers import finite_measures
     from heloco.report.terminal import scores_table
     from heloco.run import RunFolder
@@ -317,6 +316,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.field is not None and arguments.data is None:
         raise UserError("--field says where other data holds its text: give --data too, or leave --field out.")
     task = rebuild_task(config, arguments.data, languages=[], field=arguments.field)
+    if config.model.lora is not None:  # the checkpoint has nothing of the model under the adapter
+        check_model(task, config, folder.facts())
     scores = task.evaluate(load_model(task, tensors, pick_device(config.run.device)))
     mean = finite_measures(mean_scores(scores))
     per_source = {name: finite_measures(measures) for name, measures in scores.items()}

@@ -17,8 +17,10 @@ from heloco.ledger import Ledger
 from heloco.methods import get_method
 from heloco.policy import Drop, make_choice, make_guard, make_weight
 from heloco.records.provenance import Provenance
-from heloco.run.config import RunConfig, gpt_config, outer_knobs, weight_name, weight_options
+from heloco.records.run_facts import RunFacts
+from heloco.run.config import RunConfig, outer_knobs, weight_name, weight_options
 from heloco.run.settings import named_in
+from heloco.run.task_config import gpt_config
 from heloco.synchronizer import Synchronizer
 from heloco.task import BUILT_IN_TASKS, TASKS, Task
 from heloco.wire.blocks import name_start
@@ -40,10 +42,10 @@ def build_task(config: RunConfig, progress: Any = None) -> tuple[Task, RunConfig
 
         return ImagesTask(seed=seed), config
     from heloco.corpus import prepare, split
-    from heloco.task.hf import open_hf
+    from heloco.task.hf_adapter import open_model
     from heloco.task.language import LanguageTask
 
-    hf = open_hf(model.hf) if model.hf else None
+    hf = open_model(model.hf, rank=model.lora, alpha=model.lora_alpha, targets=model.lora_targets) if model.hf else None
     if hf is not None:
         model = replace(model, hf=hf.source, context=model.context or min(hf.context, HF_CONTEXT))
     data = replace(data, tokenizer=data.tokenizer or (hf.tokenizer() if hf else "bytes"))
@@ -150,6 +152,17 @@ def model_digest(task: Task) -> str:
     """The digest of what describes the model outside of the run's config; empty if nothing does."""
     digest: str = getattr(task, "model_digest", "")
     return digest
+
+
+def model_files(config: RunConfig) -> str:
+    """The files of the run's model of which that is the digest, in words."""
+    return "config.json" if config.model.lora is None else "config.json or a file of weights"
+
+
+def check_model(task: Task, config: RunConfig, facts: RunFacts) -> None:
+    """Raises UserError if the model that the config names is not what it was when the run began."""
+    if model_digest(task) != facts.model_digest:
+        raise UserError(f"The {model_files(config)} of {config.model.hf} is not the one this run was started with: restore it.")
 
 
 def plugins_of(config: RunConfig) -> dict[str, str]:

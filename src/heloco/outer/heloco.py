@@ -47,7 +47,12 @@ class HeLoCo(MLA, knobs=HeLoCoKnobs, lookahead=True):
     There are two published forms. The default is the one printed in the paper (method `heloco`). The authors' public code has
     another λ, min(k_d(c_ok−c)/(c_ok−c_bad)·conf, 1), and applies ρ before the correction, G = correct(ρΔ, m):
     `HeLoCo(params, reorient="ramp", weigh="before")` (method `heloco-ramp`). The default
-    of `heloco train` and `heloco.simulate`, `heloco-adaptive`, is the second form with a weight ρ that grows during the run.
+    of `heloco train` and `heloco.simulate`, `heloco-adaptive`, is the second form with η 1:
+
+        outer = heloco.METHODS["heloco-adaptive"].build(params, workers=5)
+
+    and its ρ grows during the run, from 1/K to 1/√K with K workers. An optimizer does not know how far the run is, so it cannot
+    be the default of this class: give ρ to each `step(weight=…)`.
 
     Knobs, all of which can differ between parameter groups:
 

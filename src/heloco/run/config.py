@@ -10,55 +10,9 @@ from heloco.errors import UserError
 from heloco.inner import InnerOptions
 from heloco.methods import get_method
 from heloco.policy import SHARD_POLICIES, Drop, make_guard, weight_knobs
+from heloco.run.task_config import InputConfig, ModelConfig, resolve_model
 from heloco.task import BUILT_IN_TASKS, TASKS
-from heloco.task.gpt import GPTConfig, preset
 from heloco.wire.link_options import LinkOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputConfig:
-    """What is trained, and on which data."""
-
-    task: str = "language"
-    """What is trained: a language model on text, an image classifier on shapes drawn by code, whatever machines bring
-    (external), or a task of your own by its name."""
-    data: str = "builtin"
-    """The text: builtin (languages made by code), a folder with one file or sub-folder of text per shard, or hf:DATASET."""
-    tokenizer: str = ""
-    """The tokenizer: bytes, gpt2, or the path of a tokenizer.json or .tiktoken file; unset: the hf model's own, else bytes."""
-    languages: list[str] = field(default_factory=list)
-    """Which sources of the data to use, in this order; empty: all."""
-    split: Literal["source", "iid", "dirichlet"] = "source"
-    """How training data is dealt to shards: one source each (non-IID), mixed (IID), or Dirichlet(alpha)."""
-    alpha: float = 0.5
-    """The Dirichlet split's concentration: small is uneven, large is even."""
-    field: str = "text"
-    """The field of .jsonl rows, the column of .parquet files, that holds the text."""
-    limit_mb: float = 20.0
-    """How much text to stream per source from hf: datasets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The model of a language task."""
-
-    preset: str = "1m"
-    """The TinyGPT size: 1m, 5m, paper, 30m, 60m, 124m, 1.3b."""
-    width: int = 0
-    """Embedding width; 0: the preset's."""
-    layers: int = 0
-    """Transformer blocks; 0: the preset's."""
-    heads: int = 0
-    """Attention heads; 0: the preset's."""
-    vocab_size: int = 0
-    """The vocabulary size of a TinyGPT; 0: the tokenizer's."""
-    context: int = 0
-    """Tokens per sample; 0: the preset's, or of an hf model 128, at most its positions."""
-    eval_windows: int = 64
-    """Samples per source in an evaluation."""
-    hf: str = ""
-    """A folder or hub name (NAME, NAME@REVISION) of a Hugging Face causal language model to train instead of TinyGPT: from its
-    weights, or from scratch where the folder has only a config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +157,9 @@ FIELDS: dict[str, str] = {f.name: section for section, kind in SECTIONS.items() 
 GUARD = ("norm_limit", "norm_policy")
 EXECUTION = ("execution", "compile", "recompute", "deterministic")
 DERIVED: dict[str, tuple[str, ...]] = {
-    "preset": ("width", "layers", "heads", "context", "hf", "lr"),
+    "preset": ("width", "layers", "heads", "context", "hf", "lora", "lora_alpha", "lora_targets", "lr"),
     "hf": ("preset", "width", "layers", "heads", "context", "vocab_size", "tokenizer", "lr"),
+    "lora": ("lora_alpha",),
     "width": ("lr",),
     "inner_optimizer": ("lr", "inner_momentum"),
     "assign": ("weight",),
@@ -265,12 +220,6 @@ def weight_options(config: RunConfig) -> Settings:
     return options
 
 
-def gpt_config(model: ModelConfig) -> GPTConfig:
-    """The sizes of the TinyGPT that these settings describe: the preset's, with the settings that are not 0 in their place."""
-    sizes = ("width", "layers", "heads", "context", "vocab_size")
-    return preset(model.preset, **{name: getattr(model, name) for name in sizes})
-
-
 def resolve(config: RunConfig) -> RunConfig:
     """The effective config: checked, and with every value that was left to a method or a preset filled in."""
     if not config.input.tokenizer and not (config.model.hf and config.input.task == "language"):
@@ -295,7 +244,7 @@ def resolve(config: RunConfig) -> RunConfig:
     if config.input.task not in BUILT_IN_TASKS:
         TASKS.find(config.input.task)
     outer = _resolve_outer(config, len(rounds.paces))
-    model = _resolve_model(config)
+    model = resolve_model(config.model, config.input)
     inner = config.inner
     if inner.inner_momentum is not None and inner.inner_optimizer == "adamw":
         raise UserError("inner_momentum is a setting of muon and sgd: leave it out, or set beta1 for adamw.")
@@ -344,28 +293,6 @@ def _check_cluster(config: ClusterConfig) -> None:
     ):  # fmt: skip
         if not minimum <= getattr(config, name) < math.inf:
             raise UserError(f"{name} is {getattr(config, name)}: give a finite number of at least {minimum:g}.")
-
-
-def _resolve_model(whole: RunConfig) -> ModelConfig:
-    config = whole.model
-    if whole.input.task not in BUILT_IN_TASKS:
-        return config
-    if whole.input.task == "images":
-        for section, default in ((whole.input, InputConfig(task="images", tokenizer="bytes")), (config, ModelConfig())):
-            for name, value in asdict(default).items():
-                if getattr(section, name) != value:
-                    raise UserError(f"{name} is a setting of the language task: leave it out, or leave out --task images.")
-        return config
-    if config.eval_windows < 1:
-        raise UserError(f"eval_windows is {config.eval_windows}: an evaluation needs at least one sample per source.")
-    if config.hf:
-        for name in ("preset", "width", "layers", "heads", "vocab_size"):
-            if getattr(config, name) not in ("", getattr(ModelConfig(), name)):
-                raise UserError(f"{name} is a setting of TinyGPT, but hf is {config.hf}: leave one of them out.")
-        return replace(config, preset="")
-    base = preset(config.preset)
-    sizes = ("width", "layers", "heads", "context")
-    return replace(config, **{name: getattr(config, name) or getattr(base, name) for name in sizes})
 
 
 def _resolve_rounds(config: RoundsConfig) -> RoundsConfig:

@@ -2,7 +2,6 @@
 whole model, or of a run that trained an adapter, the adapter."""
 
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,15 +13,15 @@ from heloco.corpus.tokenizer_export import write_tokenizer
 from heloco.disk import disk_errors, make_readable
 from heloco.errors import UserError
 from heloco.records.run_facts import RunFacts
-from heloco.run.config import RunConfig, gpt_config
+from heloco.run.config import RunConfig
 from heloco.run.folder import RunFolder
+from heloco.run.task_config import gpt_config
 from heloco.task.gpt2_form import as_gpt2
 from heloco.task.hf import open_hf, save, transformers
+from heloco.task.hf_adapter import ADAPTER, ADAPTER_CONFIG, adapter_name, open_model
 from heloco.wire.blocks import BUFFER, FROZEN, PARAMETER, block_name
 
 FORMATS = ("safetensors", "hf")
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""The files of an adapter of the library peft."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -91,7 +90,8 @@ Write = Callable[[Path, Mapping[str, Tensor]], bool]
 
 def _form_of_ours(config: RunConfig) -> Write:
     """A model of a built-in task."""
-    hf = open_hf(config.model.hf) if config.model.hf else None
+    model = config.model
+    hf = open_model(model.hf, rank=model.lora, alpha=model.lora_alpha, targets=model.lora_targets) if model.hf else None
     transformers()  # says so where it is missing, before anything is written
 
     def write(folder: Path, tensors: Mapping[str, Tensor]) -> bool:
@@ -118,7 +118,7 @@ def _form_of_theirs(source: Path, facts: RunFacts) -> Write:
             hf.write(folder, tensors)
         else:
             shutil.copyfile(source / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
-            adapter = {_adapter_name(name): tensors[name].contiguous() for name in trained_names}
+            adapter = {adapter_name(name): tensors[name].contiguous() for name in trained_names}
             save_file(adapter, folder / ADAPTER, metadata={"format": "pt"})
         for name in _TOKENIZER_FILES:
             if (source / name).is_file():
@@ -126,14 +126,6 @@ def _form_of_theirs(source: Path, facts: RunFacts) -> Write:
         return (folder / _TOKENIZER_FILES[0]).is_file()
 
     return write
-
-
-def _adapter_name(name: str) -> str:
-    """A parameter's name in the file of an adapter: without the name that the adapter has in the model, as peft writes it."""
-    name = re.sub(r"\.modules_to_save\.[^.]+\.", ".", name)  # a module that is trained as a whole
-    name = re.sub(r"\.(lora_\w+)\.[^.]+(?=\.(?:weight|bias)$|$)", r".\1", name)
-    name = re.sub(r"\.default(?=\.|$)", "", name)  # of other adapters than LoRA
-    return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def _write_folder(out: Path, write_into: Callable[[Path], None]) -> None:

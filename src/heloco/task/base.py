@@ -116,3 +116,13 @@ def to_device(batch: Any, device: Any) -> Any:
         values = [to_device(value, device) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return batch
+
+
+def batch_size(batch: Any) -> int:
+    """The number of samples in a batch: the length of its first tensor that has one; 0 if there is none."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.ndim else 0
+    if isinstance(batch, Mapping | tuple | list):
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        return next((size for size in map(batch_size, parts) if size), 0)
+    return 0

@@ -1,25 +1,27 @@
 """A task made of the user's own parts: a model, a loss, and one dataset per shard."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from heloco.corpus.sharding import EpochOrder
 from heloco.dtypes import CAN_BE_TRAINED, TRAINABLE
 from heloco.errors import UserError
-from heloco.task.base import Positions, Scores, ShardInfo, to_device
+from heloco.task.base import Positions, Scores, ShardInfo, batch_size, to_device
 
 
 class DatasetTask:
     """A task from a model, a loss and datasets of your own, for `heloco.simulate` and `heloco.register_task`.
 
-    `shards` maps the name of each shard to its data: anything with `len()` and `[i]`. `loss(model, batch)` returns a scalar
-    tensor; its batches are made by `collate` from a list of samples. `validation` maps names to datasets, and each is reported
-    under its name. If the mean loss is not what you want to see, give `evaluate(model)`, which returns {name: {"loss": …}}.
+    `shards` maps the name of each shard to its data: anything with `len()` and `[i]`, such as a list, a torch `Dataset` or a
+    Hugging Face dataset in the format "torch". What can only be iterated over, give as `list(data)`. `loss(model, batch)` returns
+    a scalar tensor; its batches are made by `collate` from a list of samples. `validation` maps names to datasets, and each is
+    reported under its name. If the mean loss is not what you want to see, give `evaluate(model)`, which returns
+    {name: {"loss": …}}.
 
     `seed` decides the order of the samples. `digest` identifies the data: machines that join and runs that are resumed are
     refused if theirs is another. Without it, only names and sizes of the shards are compared.
@@ -46,9 +48,10 @@ class DatasetTask:
         seed: int = 0,
         digest: str = "",
     ) -> None:
-        for name, data in shards.items():
-            if not len(data):
-                raise UserError(f"The shard {name!r} is empty: give it data or leave it out.")
+        for argument, datasets in (("shards", shards), ("validation", {} if validation is None else validation)):
+            _check_datasets(argument, datasets, is_collated=collate is default_collate)
+        if not shards:
+            raise UserError("shards is empty: give at least one shard of training data.")
         for name, parameter in model.named_parameters():
             if parameter.dtype not in TRAINABLE:
                 raise UserError(f"The parameter {name!r} is {parameter.dtype}: {CAN_BE_TRAINED} Make it a buffer, or convert it.")
@@ -77,7 +80,7 @@ class DatasetTask:
 
     def units(self, batch: Any) -> int:
         """The number of samples in a batch: the length of its first tensor."""
-        return next((len(tensor) for tensor in _tensors(batch) if tensor.ndim), 0)
+        return batch_size(batch)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> Scores:
@@ -100,10 +103,46 @@ class DatasetTask:
         return total / len(data)
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, whatever they are wrapped in."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping | tuple | list):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _tensors(part)
+def _check_datasets(argument: str, datasets: Any, *, is_collated: bool) -> None:
+    """Raises UserError for what is no mapping of names to datasets. `is_collated`: torch's default_collate makes the batches."""
+    if not isinstance(datasets, Mapping):
+        raise UserError(
+            f"{argument} is of the type {type(datasets).__name__}: give a dict with a name for each dataset, such as "
+            f'{argument}={{"a": data_a, "b": data_b}}.'
+        )
+    for name, data in datasets.items():
+        where = f"{argument}[{name!r}]"
+        _check_dataset(where, data)
+        if not len(data):
+            raise UserError(f"{where} is empty: give it data or leave it out.")
+        try:
+            sample = data[0]
+        except Exception as error:  # whatever the user's class or library raises
+            raise UserError(
+                f"{where}[0] cannot be read ({type(error).__name__}: {error}): give a dataset whose samples are data[0] to "
+                "data[len(data) - 1]."
+            ) from error
+        if is_collated and hasattr(data, "with_format") and _has_lists(sample):
+            raise UserError(
+                f"{where} is a Hugging Face dataset whose numbers come as lists, of which no tensor is made: give "
+                'data.with_format("torch"), or a collate function.'
+            )
+
+
+def _check_dataset(where: str, data: Any) -> None:
+    kind = type(data).__name__
+    if isinstance(data, DataLoader):
+        raise UserError(f"{where} is a DataLoader: give its dataset. Batches are made of batch_size samples, by collate.")
+    if isinstance(data, Mapping):
+        raise UserError(f"{where} is of the type {kind}: give a dataset, such as the list of its samples.")
+    is_numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+    if not is_numbered:
+        can_be_listed = isinstance(data, Iterable)
+        remedy = ", such as list(data) if it ends and fits into memory" if can_be_listed else ""
+        raise UserError(
+            f"{where} is of the type {kind}, and rounds read samples by their numbers: give something with len() and [i]{remedy}."
+        )
+
+
+def _has_lists(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and any(isinstance(value, list) for value in sample.values())

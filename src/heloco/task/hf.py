@@ -51,8 +51,7 @@ class HFModel:
         """The module with the folder's weights, or, where it has none, with those that this seed gives; in float32. The global
         generator stays as it was."""
         auto = transformers().AutoModelForCausalLM
-        with _BUILDING, quiet(), sentences(self.source), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        with drawing_from(seed), sentences(self.source):
             if self.has_weights:
                 options = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
                 model, loading_info = auto.from_pretrained(self.folder, **options)
@@ -210,6 +209,14 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def drawing_from(seed: int) -> Iterator[None]:
+    """What is built here draws its numbers from this seed. The global generator stays as it was."""
+    with _BUILDING, quiet(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from heloco.task.base import Positions, Scores, ShardInfo
 from heloco.task.gpt import GPTConfig, TinyGPT
 from heloco.task.head import cross_entropy, fusable
 from heloco.task.hf import HFModel, logits_of
+from heloco.task.hf_adapter import HFAdapter
 from heloco.task.wide_head import mean_cross_entropy, split
 
 EVAL_BATCH_TOKENS = 4096
@@ -24,7 +25,7 @@ EVAL_BATCH_LOGITS = EVAL_BATCH_TOKENS << 16  # 1 GB: fewer tokens at once where 
 
 
 class Architecture(Protocol):
-    """A model before it is built: TinyGPT of some size, or one of Hugging Face's."""
+    """A model before it is built: TinyGPT of some size, one of Hugging Face's, or an adapter of one."""
 
     @property
     def context(self) -> int: ...
@@ -82,7 +83,7 @@ class LanguageTask:
     @property
     def model_digest(self) -> str:
         """Identifies a model that is described outside of the run's config; empty for one that is not."""
-        return self.model_config.digest if isinstance(self.model_config, HFModel) else ""
+        return self.model_config.digest if isinstance(self.model_config, HFModel | HFAdapter) else ""
 
     def build_model(self) -> nn.Module:
         return self.model_config.build(derive(self.seed, "model"))

@@ -36,7 +36,7 @@ def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None
     settings of the run: the device, and the places of data, tokenizer and hf."""
     if info.external:
         raise UserError("This run trains the model that its machines bring: join it from a training script with heloco.join(…).")
-    from heloco.engine.build import build_task, model_digest
+    from heloco.engine.build import build_task, model_digest, model_files
     from heloco.run.config import RunConfig, resolve
     from heloco.run.settings import parse_toml, with_fields
 
@@ -49,7 +49,8 @@ def task_of(info: RunInfo, *, progress: Any = None, **local_settings: str | None
         raise UserError("The data here is not the run's: copy the run's text to this machine and give it with --data DIR.")
     if info.model_digest and model_digest(task) != info.model_digest:
         raise UserError(
-            "The config.json of the model here is not the run's: copy its folder to this machine, and give it with --hf DIR."
+            f"The {model_files(config)} of the model here is not the run's: copy its folder to this machine, and give it with "
+            "--hf DIR."
         )
     return task, config
 

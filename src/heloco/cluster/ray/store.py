@@ -11,8 +11,9 @@ from heloco.cluster.server.process import ServeSpec
 from heloco.errors import UserError
 from heloco.records.run_facts import read_facts
 from heloco.records.run_files import META
-from heloco.run.config import RunConfig, gpt_config, resolve
+from heloco.run.config import RunConfig, resolve
 from heloco.run.settings import parse_toml, with_fields
+from heloco.run.task_config import gpt_config
 from heloco.task.gpt import TinyGPT
 
 
