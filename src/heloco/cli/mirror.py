@@ -11,7 +11,7 @@ from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import segment_name
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
-from heloco.report.run_state import StatusNews
+from heloco.report.run_state import LastStatus
 
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
@@ -32,7 +32,7 @@ class FolderMirror:
         self._temporary = tempfile.TemporaryDirectory(prefix="heloco-watch-")
         self.folder = Path(self._temporary.name) / "run"
         self.folder.mkdir()
-        self.news = StatusNews(is_copy=True)
+        self.last_status = LastStatus(is_copy=True)
         self._is_closing = threading.Event()
         self._following: threading.Thread | None = None
 
@@ -60,7 +60,7 @@ class FolderMirror:
     def has(self, names: Sequence[str]) -> bool:
         """Refreshes the copy. True if all of these files exist."""
         self.refresh()
-        self.news.take(self.link.status())
+        self.last_status.take(self.link.status())
         return all((self.folder / name).exists() for name in names)
 
     def refresh(self) -> None:
@@ -84,7 +84,7 @@ class FolderMirror:
         while not self._is_closing.wait(REFRESH_EVERY_S):
             try:
                 self.refresh()
-                self.news.take(self.link.status())
+                self.last_status.take(self.link.status())
             except (LinkDown, Refused, UserError):
                 continue
 

@@ -4,9 +4,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from heloco.errors import UserError
 from heloco.records.folder_lock import is_locked
-from heloco.report.run_state import StatusNews
+from heloco.report.run_state import LastStatus
 
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
@@ -19,20 +18,20 @@ class StatusPoll:
     """Asks while a process serves the folder. A run that has no gateway cannot be asked, and its journal tells its state."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.news = folder, StatusNews()
+        self.folder, self.last_status = folder, LastStatus()
         self._link: AdminLink | None = None
         self._is_closing = threading.Event()
-        self._asking = threading.Thread(target=self._ask_on, name="heloco-status", daemon=True)
+        self._thread = threading.Thread(target=self._ask_on, name="heloco-status", daemon=True)
 
     def start(self) -> None:
         """Begins to ask, in a thread."""
-        self._asking.start()
+        self._thread.start()
 
     def _ask_on(self) -> None:
         while True:
             try:
                 if is_locked(self.folder) is not False:
-                    self.news.take(self._open_link().status())
+                    self.last_status.take(self._open_link().status())
             except Exception:  # nobody answers, say: the next time may be better
                 self._close_link()
             if self._is_closing.wait(ASK_EVERY_S):
@@ -52,6 +51,6 @@ class StatusPoll:
     def close(self) -> None:
         """Stops asking."""
         self._is_closing.set()
-        self._asking.join(CLOSING_S)
-        if not self._asking.is_alive():
+        self._thread.join(CLOSING_S)
+        if not self._thread.is_alive():
             self._close_link()

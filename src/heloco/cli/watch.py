@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from heloco.report.run_reader import Run
-    from heloco.report.run_state import RunState, StatusNews
+    from heloco.report.run_state import LastStatus
 
 PATIENCE_S = 60.0
 """After this many seconds without news a run counts as gone. A crash and a restart take less."""
@@ -35,20 +35,20 @@ def add_watch_flags(parser: Parser) -> None:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    news: dict[Path, StatusNews] = {}
+    statuses: dict[Path, LastStatus] = {}
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
             stack.callback(signal.signal, number, before)
-        folders = [local_folder(run, arguments, stack, news) for run in arguments.runs]
-        return show(arguments, folders, news)
+        folders = [local_folder(run, arguments, stack, statuses) for run in arguments.runs]
+        return show(arguments, folders, statuses)
 
 
 def local_folder(
-    run: str, arguments: argparse.Namespace, stack: contextlib.ExitStack, news: "dict[Path, StatusNews]"
+    run: str, arguments: argparse.Namespace, stack: contextlib.ExitStack, statuses: "dict[Path, LastStatus]"
 ) -> Path:  # fmt: skip
     """The run's folder, or a local copy of it if the run is served elsewhere. What a run on real machines says of itself is added
-    to `news`."""
+    to `statuses`."""
     if not run.startswith(("https:", "ray:", "http:")):
         if is_real(Path(run)):
             from heloco.cli.status_poll import StatusPoll
@@ -56,14 +56,14 @@ def local_folder(
             poll = StatusPoll(Path(run))
             stack.callback(poll.close)
             poll.start()
-            news[Path(run)] = poll.news
+            statuses[Path(run)] = poll.last_status
         return Path(run)
     from heloco.cli.mirror import FolderMirror
 
     mirror = FolderMirror(link_to(run.rstrip("/"), arguments.token, arguments.token_file, "viewer"))
     stack.callback(mirror.close)
     mirror.start()
-    news[mirror.folder] = mirror.news
+    statuses[mirror.folder] = mirror.last_status
     return mirror.folder
 
 
@@ -78,13 +78,13 @@ def is_real(folder: Path) -> bool:
         return False
 
 
-def show(arguments: argparse.Namespace, folders: Sequence[Path], news: "Mapping[Path, StatusNews]") -> int:
-    """Shows the runs in a browser, or in the terminal with --text. `news`: by a run's folder, what the run says of itself."""
+def show(arguments: argparse.Namespace, folders: Sequence[Path], statuses: "Mapping[Path, LastStatus]") -> int:
+    """Shows the runs in a browser, or in the terminal with --text. `statuses`: by a run's folder, what the run says of itself."""
     from heloco.report.run_reader import read_runs
 
     runs = read_runs(folders)
     if arguments.text:
-        return in_the_terminal(runs, news)
+        return in_the_terminal(runs, statuses)
     from heloco.report import live, page_writer
 
     page_writer.check_parts()
@@ -95,20 +95,20 @@ def show(arguments: argparse.Namespace, folders: Sequence[Path], news: "Mapping[
     def began(address: str) -> None:
         print(f"Watching at {address} (Ctrl-C ends it).", flush=True)
 
-    live.serve(runs, arguments.host, int(arguments.port), began, news)
+    live.serve(runs, arguments.host, int(arguments.port), began, statuses)
     return 0
 
 
-def in_the_terminal(runs: Sequence["Run"], news: "Mapping[Path, StatusNews] | None" = None) -> int:
+def in_the_terminal(runs: Sequence["Run"], statuses: "Mapping[Path, LastStatus] | None" = None) -> int:
     """One panel per run, redrawn as it grows. If the output is not a terminal, a line per evaluation and per change of a run's
-    state. It goes on until all runs have ended, or are not heard of for a while. `news`: by a run's folder, what it says of
+    state. It goes on until all runs have ended, or are not heard of for a while. `statuses`: by a run's folder, what it says of
     itself."""
     from rich.console import Console
     from rich.live import Live
 
     from heloco.report.terminal import tables
 
-    display = TerminalDisplay(runs, news or {}, Console())
+    display = TerminalDisplay(runs, statuses or {}, Console())
     if display.console.is_terminal:
         with Live(display.panels(), console=display.console, refresh_per_second=4) as live:
             while display.look():
@@ -128,12 +128,12 @@ def in_the_terminal(runs: Sequence["Run"], news: "Mapping[Path, StatusNews] | No
 class TerminalDisplay:
     """Runs and their states in the terminal."""
 
-    def __init__(self, runs: Sequence["Run"], news: "Mapping[Path, StatusNews]", console: "Console") -> None:
+    def __init__(self, runs: Sequence["Run"], statuses: "Mapping[Path, LastStatus]", console: "Console") -> None:
         from heloco.report.run_state import watch_states
         from heloco.report.terminal import Progress
 
         self.runs, self.console = runs, console
-        self._watches = watch_states(runs, news)
+        self._watches = watch_states(runs, statuses)
         self._states = [watch.look() for watch in self._watches]
         self._displays = [Progress(run.summary, run.facts, run.planned, console) for run in runs]
         self._printed = [0] * len(runs)

@@ -20,8 +20,8 @@ from heloco.errors import RunStopped, UserError
 from heloco.inner.second_moment import SharedMoment
 from heloco.outer.kernels import name_for
 from heloco.records.evaluations import EvaluationRecord
-from heloco.records.json_numbers import finite_measures
 from heloco.records.events import EndKind
+from heloco.records.json_numbers import finite_measures
 from heloco.records.run_end import FINISHED_TEXT
 from heloco.records.run_facts import BlockFacts, RunFacts, ShardFacts
 from heloco.records.tape import ArrivalRecord

@@ -29,7 +29,7 @@ from heloco.report.own_names import OwnNames, names_of_this_machine
 from heloco.report.page_data import page_data
 from heloco.report.page_writer import as_json, render_report, render_waiting
 from heloco.report.run_reader import Run, read_runs
-from heloco.report.run_state import StatusNews, watch_states
+from heloco.report.run_state import LastStatus, watch_states
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -61,13 +61,13 @@ def check_parts() -> None:
 class Feed:
     """The page's data, made again when the runs' files have grown. What is sent is encoded once for all pages."""
 
-    def __init__(self, runs: Sequence[Run], news: Mapping[Path, StatusNews] | None = None) -> None:
-        """`news`: by a run's folder, what the run says of itself."""
+    def __init__(self, runs: Sequence[Run], statuses: Mapping[Path, LastStatus] | None = None) -> None:
+        """`statuses`: by a run's folder, what the run says of itself."""
         self.runs = runs
         self.data = page_data(runs)
         self._reading = threading.Lock()
         """Held while the runs are read on, or looked at as they stand."""
-        self._states = watch_states(runs, news)
+        self._states = watch_states(runs, statuses)
         self._state = self._look_at_states()
         """The runs' states as an event."""
         self.version = time.time_ns() // 1_000_000  # above all versions of an earlier process, which an open page may know
@@ -189,10 +189,13 @@ class Page:
     """The page and its events for runs that `find` finds: at once, or when there is something to show."""
 
     def __init__(
-        self, find: Callable[[], Sequence[Run]], look_every_s: float = LOOK_EVERY_S, news: Mapping[Path, StatusNews] | None = None
+        self,
+        find: Callable[[], Sequence[Run]],
+        look_every_s: float = LOOK_EVERY_S,
+        statuses: Mapping[Path, LastStatus] | None = None,
     ) -> None:
-        """`news`: by a run's folder, what the run says of itself."""
-        self._find, self._look_every_s, self._news = find, look_every_s, news
+        """`statuses`: by a run's folder, what the run says of itself."""
+        self._find, self._look_every_s, self._statuses = find, look_every_s, statuses
         self._feed: Feed | None = None
         self._watchers: list[asyncio.Task[None]] = []
         self._opening = asyncio.Lock()
@@ -200,7 +203,7 @@ class Page:
     async def _ready(self) -> Feed:
         async with self._opening:  # two pages may be the first ones at the same time
             if self._feed is None:
-                self._feed = Feed(await asyncio.to_thread(self._find), self._news)
+                self._feed = Feed(await asyncio.to_thread(self._find), self._statuses)
                 looks = self._feed.watch(self._look_every_s), self._feed.watch_states(self._look_every_s)
                 self._watchers = [asyncio.create_task(look) for look in looks]
             return self._feed
@@ -239,15 +242,15 @@ class Page:
         return StreamingResponse(feed.events(int(version_text)), media_type="text/event-stream", headers=headers)
 
 
-def app_of_folder(folder: Path, news: StatusNews | None = None) -> "Starlette":
-    """The page of the run in a folder. The run may not have begun yet. `news`: what the run says of itself."""
+def app_of_folder(folder: Path, last_status: LastStatus | None = None) -> "Starlette":
+    """The page of the run in a folder. The run may not have begun yet. `last_status`: what the run says of itself."""
 
     def find() -> Sequence[Run]:
         if not (folder / CONFIG).exists():
             raise UserError("The run has not begun: no machine has brought its model yet.")
         return read_runs([folder])
 
-    return _app(Page(find, news=None if news is None else {folder: news}))
+    return _app(Page(find, statuses=None if last_status is None else {folder: last_status}))
 
 
 def _app(page: Page) -> "Starlette":
@@ -272,16 +275,16 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any], news: Mapping[Path, StatusNews] | None = None
+    runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any], statuses: Mapping[Path, LastStatus] | None = None
 ) -> None:
-    """Serves until it is interrupted. `began` is called with the page's address. `news`: by a run's folder, what the run says of
-    itself."""
+    """Serves until it is interrupted. `began` is called with the page's address. `statuses`: by a run's folder, what the run says
+    of itself."""
     check_parts()
     import uvicorn
 
     from heloco.uvicorn_internals import EndingServer
 
-    page = Page(lambda: runs, news=news)
+    page = Page(lambda: runs, statuses=statuses)
     app = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
 
     listening = listen(host, port)

@@ -27,7 +27,7 @@ from heloco.errors import UserError
 if TYPE_CHECKING:
     import httpcore
 
-    from heloco.report.run_state import StatusNews
+    from heloco.report.run_state import LastStatus
 
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
@@ -212,12 +212,12 @@ def _end(place: Path) -> None:
     os._exit(0)
 
 
-def _follow_the_starter(place: Path, news: "StatusNews") -> None:
+def _follow_the_starter(place: Path, last_status: "LastStatus") -> None:
     """Standard input is a pipe from the process that started this one: it has the run's statuses, and ends when that process
     does, however that ends."""
     for line in sys.stdin.buffer:
         with contextlib.suppress(msgspec.MsgspecError):
-            news.take(msgspec.json.decode(line, type=Status))
+            last_status.take(msgspec.json.decode(line, type=Status))
     _end(place)
 
 
@@ -226,12 +226,12 @@ def main(folder: Path, address: Path) -> None:
     import uvicorn
 
     from heloco.report.live import app_of_folder
-    from heloco.report.run_state import StatusNews
+    from heloco.report.run_state import LastStatus
 
     os.nice(NICENESS)
-    news = StatusNews()
-    threading.Thread(target=_follow_the_starter, args=(address.parent, news), daemon=True).start()
-    app = _Idle(app_of_folder(folder, news))
+    last_status = LastStatus()
+    threading.Thread(target=_follow_the_starter, args=(address.parent, last_status), daemon=True).start()
+    app = _Idle(app_of_folder(folder, last_status))
     server = uvicorn.Server(uvicorn.Config(app, uds=str(address), log_level="critical", lifespan="off"))
 
     def end_when_idle() -> None:

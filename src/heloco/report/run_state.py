@@ -1,12 +1,12 @@
 """The state of a run that is watched: whether it goes on, how fast, and which machines are here.
 
-What a run says of itself (`StatusNews`) comes first, while it is recent. Otherwise the run's folder tells: a process that writes
+What a run says of itself (`LastStatus`) comes first, while it is recent. Otherwise the run's folder tells: a process that writes
 there holds a lock on it, and notes how the run ended. A folder without either belongs to a process that died. Times of the clock
 are seconds since 1970, because the tape has none: they come from files and from the watcher's own clock.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ class Heard:
     at: float
 
 
-class StatusNews:
+class LastStatus:
     """The last status that a run gave of itself. Whoever asks the run puts it here, also from another thread."""
 
     def __init__(self, *, is_copy: bool = False) -> None:
@@ -110,8 +110,8 @@ class StatusNews:
 class StateWatch:
     """Follows the state of one run."""
 
-    def __init__(self, run: Run, news: StatusNews | None = None) -> None:
-        self.run, self.news = run, news or StatusNews()
+    def __init__(self, run: Run, last_status: LastStatus | None = None) -> None:
+        self.run, self.last_status = run, last_status or LastStatus()
         self._had_lock = False
         self._files_at = self._files_time()
         self._grew_at = 0.0
@@ -122,7 +122,7 @@ class StateWatch:
 
     def look(self) -> RunState:
         """The state as the run's folder and its last status tell it. It does not read the folder's records again."""
-        now, run, heard = time.time(), self.run, self.news.heard
+        now, run, heard = time.time(), self.run, self.last_status.heard
         is_fresh = heard is not None and now - heard.at <= STATUS_LASTS_S
         self._note_growth(now)
         kind, reason = self._kind(heard, now, is_fresh=is_fresh)
@@ -140,18 +140,18 @@ class StateWatch:
     # ---- what goes on
 
     def _command_to_go_on(self, kind: StateKind) -> str:
-        if self.news.is_copy or kind not in ("silent", "stopped", "failed"):  # the reason of one that gave up has it
+        if self.last_status.is_copy or kind not in ("silent", "stopped", "failed"):  # the reason of one that gave up has it
             return ""
         return f"heloco {'serve' if self.run.facts.is_real else 'resume'} {self.run.path}"
 
     def _kind(self, heard: Heard | None, now: float, *, is_fresh: bool) -> tuple[StateKind, str]:
-        if heard is not None and (is_fresh or (self.news.is_copy and heard.status.ended is not None)):
+        if heard is not None and (is_fresh or (self.last_status.is_copy and heard.status.ended is not None)):
             if heard.status.ended is not None:
                 return heard.status.ended.kind, heard.status.ended.text
             return ("paused", heard.status.paused.text) if heard.status.paused else ("going", "")
         if self.run.is_whole:
             return "finished", FINISHED_TEXT
-        if self.news.is_copy:
+        if self.last_status.is_copy:
             return "silent", "it cannot be reached"
         return self._kind_by_folder(now)
 
@@ -194,7 +194,7 @@ class StateWatch:
             self._samples.popleft()
 
     def _news_at(self, heard: Heard | None) -> float | None:
-        times = [None if self.news.is_copy else self._files_at, heard.at if heard else None]
+        times = [None if self.last_status.is_copy else self._files_at, heard.at if heard else None]
         return max((float(round(at)) for at in times if at is not None), default=None)
 
     def _measured_rate(self) -> float | None:
@@ -218,17 +218,19 @@ class StateWatch:
         journal, totals = self.run.journal, self.run.summary.machines
         present = list(heard.status.machines) if heard else []
         ids = [machine.machine for machine in present] if heard else list(journal.seats)
-        gone = [id_ for id_ in {**journal.heard_s, **totals} if id_ not in ids]
-        names = [name_of(id_) for id_ in (*ids, *gone)]
-        labels = {id_: id_ if names.count(name_of(id_)) > 1 else name_of(id_) for id_ in (*ids, *gone)}
+        present_ids = frozenset(ids)
+        departed = [id_ for id_ in {**journal.heard_s, **totals} if id_ not in present_ids]
+        counts = Counter(map(name_of, (*ids, *departed)))
+        labels = {id_: id_ if counts[name_of(id_)] > 1 else name_of(id_) for id_ in (*ids, *departed)}
         presence = _presence_in(kind)
         for machine in sorted(present, key=_by_seat):
             assert heard is not None
             self._machine_heard_at[machine.machine] = float(round(heard.at - machine.silent_s))
-            yield self._present_machine(machine, labels[machine.machine], "away" if machine.is_away else presence)
+            is_away = machine.is_away and presence == "here"
+            yield self._present_machine(machine, labels[machine.machine], "away" if is_away else presence)
         for id_ in () if heard else ids:
             yield self._recorded_machine(id_, labels[id_], presence)
-        for id_ in sorted(gone, key=lambda id_: -journal.heard_s.get(id_, 0.0)):
+        for id_ in sorted(departed, key=lambda id_: -journal.heard_s.get(id_, 0.0)):
             yield self._recorded_machine(id_, labels[id_], "gone")
 
     def _present_machine(self, machine: MachineStatus, label: str, presence: Presence) -> MachineState:
@@ -248,9 +250,9 @@ class StateWatch:
         )  # fmt: skip
 
 
-def watch_states(runs: Sequence[Run], news: Mapping[Path, StatusNews] | None = None) -> list[StateWatch]:
-    """A watch for each run. `news`: by the run's folder, what the run says of itself."""
-    by_folder = {path.resolve(): each for path, each in (news or {}).items()}
+def watch_states(runs: Sequence[Run], statuses: Mapping[Path, LastStatus] | None = None) -> list[StateWatch]:
+    """A watch for each run. `statuses`: by the run's folder, what the run says of itself."""
+    by_folder = {path.resolve(): each for path, each in (statuses or {}).items()}
     return [StateWatch(run, by_folder.get(run.path.resolve())) for run in runs]
 
 

@@ -16,7 +16,7 @@
     if (source) source.close();
     source = new EventSource(`events?seen=${seen}`);
     const on = (kind, take) => source.addEventListener(kind, event => { seen = event.lastEventId || seen; heard(); take(JSON.parse(event.data)); name(); });
-    on("message", everything => { root[0] = everything; give(everything); });
+    on("message", whole => { root[0] = whole; give(whole); });
     on("change", changes => { changes.forEach(change); give(root[0]); });
     on("state", states.show);
     source.onerror = () => { lose(); if (source.readyState === EventSource.CLOSED) connectIn(AGAIN_MS); };
