@@ -3,7 +3,6 @@
 The file is missing while a process carries the run on, and after a process that was killed."""
 
 import contextlib
-import os
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ from heloco.records.events import EndKind
 from heloco.records.run_files import ENDED
 
 FINISHED_TEXT = "all arrivals are in"
+TEMPORARY = f".{ENDED}"
 
 
 class RunEnd(Struct, frozen=True, kw_only=True):
@@ -24,13 +24,14 @@ class RunEnd(Struct, frozen=True, kw_only=True):
 
 
 def write_end(folder: Path, end: RunEnd) -> None:
-    """Notes how the run in the folder ended. The file only informs people, so an error of the disk is ignored."""
-    temporary = folder / f".{ENDED}.{os.getpid()}"
+    """Notes how the run in the folder ended. The file only informs people, so an error of the disk is ignored.
+
+    The temporary file has one name, because one process at a time writes there: what a kill leaves of it goes with the next one.
+    """
+    temporary = folder / TEMPORARY
     with contextlib.suppress(OSError):
         temporary.write_bytes(msgspec.json.encode(end) + b"\n")
         temporary.replace(folder / ENDED)
-    with contextlib.suppress(OSError):
-        temporary.unlink(missing_ok=True)
 
 
 def read_end(folder: Path) -> RunEnd | None:
@@ -43,5 +44,6 @@ def read_end(folder: Path) -> RunEnd | None:
 
 def clear_end(folder: Path) -> None:
     """Forgets how the run ended, because it goes on."""
-    with contextlib.suppress(OSError):
-        (folder / ENDED).unlink(missing_ok=True)
+    for name in (ENDED, TEMPORARY):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink(missing_ok=True)
