@@ -1,4 +1,4 @@
-"""The state of a run on the page of `heloco watch`, in a real browser: it goes, dies, goes on, stops; and the server goes away."""
+"""The state of a run on the page of `heloco watch`, in a real browser: the run goes, dies and stops, and the server ends."""
 
 import re
 import signal
