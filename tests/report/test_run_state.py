@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,11 +68,22 @@ def test_it_goes_on_while_a_process_holds_its_folder_and_is_silent_when_that_die
 
 
 def test_looking_keeps_nobody_from_taking_the_folder(half: Path) -> None:
-    state_watch, folder = StateWatch(Run(half)), RunFolder.open(half)
-    for _ in range(20):
-        state_watch.look()
-        folder.take()
-        folder.close()
+    state_watch, has_ended, looks = StateWatch(Run(half)), threading.Event(), list[str]()
+
+    def look_on() -> None:
+        while not has_ended.is_set():
+            looks.append(state_watch.look().kind)
+
+    thread = threading.Thread(target=look_on)
+    thread.start()
+    try:
+        while len(looks) < 300:
+            folder = RunFolder.open(half)
+            folder.take()
+            folder.close()
+    finally:
+        has_ended.set()
+        thread.join()
 
 
 @pytest.mark.parametrize("kind", ["stopped", "failed"])

@@ -84,6 +84,7 @@ class RunState(Struct, frozen=True, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
+        """Whether the run said that it ended; it may be taken up again."""
         return self.kind in ENDED
 
 
@@ -104,6 +105,7 @@ class LastStatus:
         self.heard: Heard | None = None
 
     def take(self, status: Status) -> None:
+        """Keeps a status that has just come."""
         self.heard = Heard(status, time.time())
 
 
