@@ -93,22 +93,26 @@ def states_in(lines):
             yield state
 
 
+def machine_in(state, name):
+    return next(machine for machine in state["machines"] if machine["name"] == name)
+
+
 def test_the_run_itself_tells_the_page_who_is_here_and_how_it_goes(host, browser):
     """What the journal does not have: signs of life."""
     hand = Hand(host.service, "m")
     with browser.stream("GET", "/page/events?seen=-1") as events:
         states = states_in(events.iter_lines())
-        while not (state := next(states))["machines"] or state["machines"][0]["heard_at"] is None:
+        while machine_in(state := next(states), "m")["heard_at"] is None:
             assert state["kind"] == "going"
-        assert (state["machines"][0]["name"], state["machines"][0]["presence"]) == ("m", "here")
+        assert machine_in(state, "m")["presence"] == "here"
         host.service.pauses.pause("the room is hot")
         while (state := next(states))["kind"] != "paused":
             assert state["kind"] == "going"
         assert state["reason"] == "the room is hot"
         hand.leave("its user went home")
-        while (state := next(states))["machines"][0]["presence"] == "here":
-            pass
-        assert state["machines"][0]["why"] == "left: its user went home"
+        while machine_in(state := next(states), "m")["presence"] == "here":
+            assert state["kind"] == "paused"
+        assert machine_in(state, "m")["why"] == "left: its user went home"
         host.stop("enough for today")
         while (state := next(states))["kind"] != "stopped":
             assert state["kind"] == "paused"
