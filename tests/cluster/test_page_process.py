@@ -1,6 +1,7 @@
 """The live page in a process of its own: started by a look, ended with the run or when nobody looks."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -82,6 +83,40 @@ def test_events_come_through_and_end_with_the_browser(host, folder, browser):
     end = time.monotonic() + LIMIT_S
     while connections_of(process):
         assert time.monotonic() < end, "the page's process still serves a browser that has gone"
+
+
+def states_in(lines):
+    """The states of the run that a page gets, one after the other."""
+    for line in lines:
+        if line == "event: state":
+            [state] = json.loads(next(lines).removeprefix("data: "))
+            yield state
+
+
+def machine_in(state, name):
+    return next(machine for machine in state["machines"] if machine["name"] == name)
+
+
+def test_the_run_itself_tells_the_page_who_is_here_and_how_it_goes(host, browser):
+    """What the journal does not have: signs of life."""
+    hand = Hand(host.service, "m")
+    with browser.stream("GET", "/page/events?seen=-1") as events:
+        states = states_in(events.iter_lines())
+        while machine_in(state := next(states), "m")["heard_at"] is None:
+            assert state["kind"] == "going"
+        assert machine_in(state, "m")["presence"] == "here"
+        host.service.pauses.pause("the room is hot")
+        while (state := next(states))["kind"] != "paused":
+            assert state["kind"] == "going"
+        assert state["reason"] == "the room is hot"
+        hand.leave("its user went home")
+        while machine_in(state := next(states), "m")["presence"] == "here":
+            assert state["kind"] == "paused"
+        assert machine_in(state, "m")["why"] == "left: its user went home"
+        host.stop("enough for today")
+        while (state := next(states))["kind"] != "stopped":
+            assert state["kind"] == "paused"
+        assert state["reason"] == "enough for today"
 
 
 MANY, SOON_S = 130, 5.0

@@ -14,11 +14,14 @@ import pytest
 from heloco.cli.announcement import reachable
 from heloco.cli.mirror import FIXED, GROWING, FolderMirror
 from heloco.cli.serve import check_port, outward_address, own_names
+from heloco.cli.status_poll import StatusPoll
 from heloco.cluster.client.connect import connect
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.server.process import ListenConfig, ServeSpec
 from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER, segments
+from heloco.report.run_reader import read_runs
+from heloco.report.run_state import watch_states
 from support.programs import HERE, SMALL, Program, Programs, Served, assert_whole, get, wait_until
 from support.runs import assert_refused, checkpoints, heloco, tape, write_text
 
@@ -133,6 +136,21 @@ def test_what_is_watched_is_what_is_there(going: Going) -> None:
             assert (run_folder / name).read_bytes().startswith(copy) and (copy or name == "tape.jsonl"), name
     finally:
         mirror.close()
+
+
+def test_a_watcher_asks_the_run_for_its_status_over_its_address_and_on_its_own_machine(going: Going) -> None:
+    mirror, poll = FolderMirror(HttpsLink(going.address, going.viewer)), StatusPoll(Path(going.status()["folder"]))
+    mirror.start()
+    poll.start()
+    try:
+        heard = wait_until(lambda: poll.last_status.heard, "a status")
+        assert mirror.last_status.heard is not None and mirror.last_status.is_copy and not poll.last_status.is_copy
+        assert heard.status.run == mirror.last_status.heard.status.run == going.status()["run"]
+        [state] = [watch.look() for watch in watch_states(read_runs([mirror.folder]), {mirror.folder: mirror.last_status})]
+        assert state.kind in ("going", "paused") and [machine.heard_at for machine in state.machines]
+    finally:
+        mirror.close()
+        poll.close()
 
 
 # ---- what is wrong, beside a run that goes on

@@ -1,7 +1,8 @@
 """The live page: however many look at it, its data is made, rendered and encoded once for all of them."""
 
 import asyncio
-from collections.abc import Callable
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,25 @@ def request(query: str = "") -> Request:
     return Request({"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": query.encode()})
 
 
+async def data_frames(answer: Any) -> AsyncIterator[str]:
+    """The events with the page's data."""
+    assert isinstance(answer, StreamingResponse)
+    async for frame in answer.body_iterator:
+        assert isinstance(frame, str)
+        if not frame.startswith("event: state\n"):
+            yield frame
+
+
+async def states(answer: Any) -> AsyncIterator[dict[str, Any]]:
+    """The states of the only run, as the page gets them."""
+    assert isinstance(answer, StreamingResponse)
+    async for frame in answer.body_iterator:
+        assert isinstance(frame, str)
+        if frame.startswith("event: state\n"):
+            [state] = json.loads(frame.partition("data: ")[2])
+            yield state
+
+
 async def look(page: Page) -> bytes:
     response = await page.page(request())
     assert response.status_code == 200
@@ -69,9 +89,7 @@ def test_the_page_is_rendered_once_for_all_who_look_and_again_when_it_has_change
         first = await look_at_once(page)
         assert first == await look_at_once(page) and len(first) == 1
         assert (renderings.calls, data.calls) == (1, 1)
-        events = await page.events(request("seen=-1"))
-        assert isinstance(events, StreamingResponse)
-        frames = aiter(events.body_iterator)
+        frames = data_frames(await page.events(request("seen=-1")))
         await anext(frames)
         hand.work(2)
         async with asyncio.timeout(LIMIT_S):
@@ -87,8 +105,7 @@ def test_the_data_and_its_changes_are_made_and_encoded_once_for_all_who_look(han
     data, changes, encodings = (Count(monkeypatch, name) for name in ("page_data", "differences", "as_json"))
 
     async def course() -> None:
-        answers = [await page.events(request("seen=-1")) for _ in range(VIEWERS)]
-        streams = [aiter(answer.body_iterator) for answer in answers if isinstance(answer, StreamingResponse)]
+        streams = [data_frames(await page.events(request("seen=-1"))) for _ in range(VIEWERS)]
         everything = {await anext(stream) for stream in streams}
         assert len(streams) == VIEWERS and len(everything) == 1
         assert (data.calls, changes.calls, encodings.calls) == (1, 0, 1)
@@ -99,6 +116,29 @@ def test_the_data_and_its_changes_are_made_and_encoded_once_for_all_who_look(han
         (whole,), (change,) = everything, news
         assert "\nevent: change\n" in change and len(change) < len(whole) / 2
         assert (data.calls, changes.calls) == (2, 1) and encodings.calls <= 3
+
+    asyncio.run(course())
+
+
+def test_the_state_comes_at_once_again_when_it_changes_and_as_a_sign_of_life(hand, page, monkeypatch):
+    """Also if no file of the run grows."""
+    monkeypatch.setattr(live, "SIGN_OF_LIFE_S", 0.05)
+
+    async def course() -> None:
+        stream = states(await page.events(request("seen=-1")))
+        async with asyncio.timeout(LIMIT_S):
+            first = await anext(stream)
+            assert (first["kind"], first["arrivals"], first["planned"]) == ("going", 1, 20)
+            assert await anext(stream) == first
+            hand.service.pauses.pause("the room is hot")
+            while (state := await anext(stream))["kind"] != "paused":
+                assert state["kind"] == "going"
+            assert state["reason"] == "the room is hot"
+            hand.service.admin.stop("enough for today")
+            hand.service.close()
+            while (state := await anext(stream))["kind"] != "stopped":
+                assert state["kind"] == "paused"
+            assert state["reason"] == "enough for today"
 
     asyncio.run(course())
 
@@ -117,9 +157,7 @@ def test_what_could_not_be_shown_is_shown_later_also_if_nothing_more_is_added(ha
     data = FailsAt(monkeypatch, "page_data")
 
     async def course() -> None:
-        events = await page.events(request("seen=-1"))
-        assert isinstance(events, StreamingResponse)
-        frames = aiter(events.body_iterator)
+        frames = data_frames(await page.events(request("seen=-1")))
         await anext(frames)
         hand.work(2)
         async with asyncio.timeout(LIMIT_S):

@@ -118,7 +118,8 @@ def test_the_folder_is_named_in_full_however_long_its_path_is(tmp_path):
 
 def test_the_folder_holds_what_it_says(unbroken):
     folder = unbroken(*OFTEN)
-    assert {path.name for path in folder.iterdir()} == {"config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"}
+    names = {"config.toml", "run.json", "tape.jsonl", "evals.jsonl", "ended.json", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} == names
     meta = json.loads((folder / "run.json").read_text())
     assert meta["method"] == "heloco-ramp" and meta["paces"] == [1, 1, 6, 6, 6] and meta["unit"] == "tokens"
     assert [shard["name"] for shard in meta["shards"]] == ["arzhan", "auren", "thelis", "vesnar", "zumeri"]

@@ -10,6 +10,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from heloco.errors import UserError
 if TYPE_CHECKING:
     from heloco.cluster.client.worker import Worker
     from heloco.cluster.protocol.link import Link
+    from heloco.report.run_state import RunState
 
 PIPE_COLUMNS = 160
 """Width of the table if the output is not a terminal."""
@@ -150,6 +152,9 @@ def status(arguments: argparse.Namespace) -> int:
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
+    if not arguments.json and (state := state_in_folder(named_address(arguments))) is not None:
+        print_state(state)
+        return 0
     run_status = ask_once(link_from_flags(arguments, "viewer").status)
     if arguments.json:
         print(json.dumps(to_plain(run_status)))
@@ -158,3 +163,33 @@ def status(arguments: argparse.Namespace) -> int:
         print(line)
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machines_table(run_status))
     return 0
+
+
+def state_in_folder(address: str) -> "RunState | None":
+    """The state of a run that nobody can ask, as its folder tells it: a simulation, or a run that is not served at the moment.
+    None if the address is no run's folder, or if the run there can be asked."""
+    from heloco.cluster.server.process import ListenConfig
+    from heloco.records.folder_lock import is_locked
+    from heloco.records.run_files import CONFIG
+    from heloco.report.run_reader import Run
+    from heloco.report.run_state import StateWatch
+
+    folder = Path(address)
+    if not address or address.startswith(("https:", "ray:")) or not (folder / CONFIG).is_file():
+        return None
+    if is_locked(folder) is not False and ListenConfig.load(folder) is not None:
+        return None
+    return StateWatch(Run(folder)).look()
+
+
+def print_state(state: "RunState") -> None:
+    """Prints the state of a run that was read from its folder."""
+    from rich.console import Console
+
+    from heloco.report.state_terminal import machine_states_table, state_line
+
+    print(f"{state.name}: {state_line(state)}.")
+    if state.goes_on:
+        print(f"`{state.goes_on}` goes on with it.")
+    if state.machines:
+        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machine_states_table(state))

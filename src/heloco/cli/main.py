@@ -202,6 +202,7 @@ def resume_run(path: Path, data: str | None, logs: list[str]) -> int:
     from heloco.engine.build import check_model
     from heloco.engine.local import LocalRun, LocalState
     from heloco.records.journal_reader import FOLDER as JOURNAL
+    from heloco.records.run_end import FINISHED_TEXT
     from heloco.records.run_files import CONFIG
     from heloco.run import RunFolder
     from heloco.run.checkpoint import NO_LINES
@@ -217,6 +218,7 @@ def resume_run(path: Path, data: str | None, logs: list[str]) -> int:
         )
     start_point = folder.load_latest(LocalState)
     if start_point and start_point[0].arrival >= config.run.arrivals and start_point[0].evaluated_at == start_point[0].arrival:
+        folder.note_end("finished", FINISHED_TEXT)  # a kill may have come between the last checkpoint and this
         print(f"{folder.path} is finished: all {config.run.arrivals} arrivals are in.")
         return 0
     torch.set_num_threads(facts.threads)  # the inner steps' sums depend on it, to the bit

@@ -1,4 +1,4 @@
-"""A local copy of a run that is served elsewhere: its config, tape, evaluations and events, as they grow."""
+"""A local copy of a run that is served elsewhere: its config, tape, evaluations and events as they grow, and its status."""
 
 import tempfile
 import threading
@@ -11,6 +11,7 @@ from heloco.errors import UserError
 from heloco.records.journal_reader import FOLDER as JOURNAL
 from heloco.records.journal_reader import segment_name
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
+from heloco.report.run_state import LastStatus
 
 if TYPE_CHECKING:
     from heloco.cluster.protocol.link import AdminLink
@@ -21,8 +22,6 @@ JOURNAL_SEGMENT = f"{JOURNAL}/{segment_name(0)}"
 REFRESH_EVERY_S = 0.5
 WAIT_S = 120.0
 CLOSING_S = 2.0
-LOST_S = 60.0
-"""After this many seconds out of reach, a run counts as gone. A crash and a restart take less."""
 
 
 class FolderMirror:
@@ -33,17 +32,9 @@ class FolderMirror:
         self._temporary = tempfile.TemporaryDirectory(prefix="heloco-watch-")
         self.folder = Path(self._temporary.name) / "run"
         self.folder.mkdir()
+        self.last_status = LastStatus(is_copy=True)
         self._is_closing = threading.Event()
-        self._reached_s = time.monotonic()
         self._following: threading.Thread | None = None
-
-    def reason_to_give_up(self) -> str | None:
-        """Why the run counts as gone; None if it does not."""
-        if time.monotonic() - self._reached_s < LOST_S:
-            return None
-        return (
-            f"{self.link.address} was out of reach for {LOST_S:g} s: it was stopped there, or this is all there will be to see."
-        )
 
     def start(self) -> None:
         """Waits until there is something to see, and then keeps the copy up to date in a thread."""
@@ -63,13 +54,13 @@ class FolderMirror:
             raise UserError(f"{error} Check the address, and that `heloco serve` runs there.") from error
         except Refused as error:
             raise UserError(error.text) from error
-        self._reached_s = time.monotonic()
         self._following = threading.Thread(target=self._follow, name="heloco-mirror", daemon=True)
         self._following.start()
 
     def has(self, names: Sequence[str]) -> bool:
         """Refreshes the copy. True if all of these files exist."""
         self.refresh()
+        self.last_status.take(self.link.status())
         return all((self.folder / name).exists() for name in names)
 
     def refresh(self) -> None:
@@ -93,7 +84,7 @@ class FolderMirror:
         while not self._is_closing.wait(REFRESH_EVERY_S):
             try:
                 self.refresh()
-                self._reached_s = time.monotonic()
+                self.last_status.take(self.link.status())
             except (LinkDown, Refused, UserError):
                 continue
 

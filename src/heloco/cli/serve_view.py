@@ -2,7 +2,6 @@
 
 It reads only new lines of the run's files, so neither its memory nor its start-up time grows with the run."""
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from heloco.records.machine_ids import name_of
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
+from heloco.report.run_state import LABELS
 from heloco.report.summary import read_summary
 from heloco.report.terminal import tables
 from heloco.report.wording import duration, number
@@ -162,8 +162,8 @@ class RunView:
 
     def panel(self, status: Status) -> RenderableType:
         self._new_sentences.clear()
-        left_s = (status.arrival_goal - status.arrivals) / status.per_minute * 60 if status.per_minute else math.nan
-        times = f"{duration(status.time_s)} gone" + (f", {duration(left_s)} left" if math.isfinite(left_s) else "")
+        left_s = remaining_s(status)
+        times = f"{duration(status.time_s)} gone" + ("" if left_s is None else f", {duration(left_s)} left")
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
@@ -255,9 +255,17 @@ def per_minute(status: Status) -> str:
 def status_lines(status: Status) -> list[str]:
     """A run's state in a few sentences."""
     paused = f"paused: {status.paused.text}" if status.paused else "going"
-    ended = "suspended" if status.ended and status.ended.kind == "suspended" else "ended"
-    state = f"{ended}: {status.ended.text}" if status.ended else paused
+    state = f"{LABELS[status.ended.kind]}: {status.ended.text}" if status.ended else paused
+    left = "" if (left_s := remaining_s(status)) is None else f", about {duration(left_s)} left"
     return [
         f"Run {status.run} ({status.folder}): {state}.",
-        f"{status.arrivals} of {status.arrival_goal} arrivals, outer step {status.outer_step}, {duration(status.time_s)} gone.",
+        f"{status.arrivals} of {status.arrival_goal} arrivals{per_minute(status)}, outer step {status.outer_step}, "
+        f"{duration(status.time_s)} gone{left}.",
     ]
+
+
+def remaining_s(status: Status) -> float | None:
+    """Seconds until the last arrival at the rate of the last ones; None if that is not known, or if the run does not go on."""
+    if not status.per_minute or status.paused or status.ended:
+        return None
+    return (status.arrival_goal - status.arrivals) / status.per_minute * 60

@@ -4,7 +4,8 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,14 @@ from heloco.cli.flags import Parser
 from heloco.errors import RunStopped, UserError
 
 if TYPE_CHECKING:
-    from heloco.cli.mirror import FolderMirror
+    from rich.console import Console, RenderableType
+
     from heloco.report.run_reader import Run
+    from heloco.report.run_state import LastStatus
+
+PATIENCE_S = 60.0
+"""After this many seconds without news a run counts as gone. A crash and a restart take less."""
+LOOK_EVERY_S = 0.5
 
 
 def add_watch_flags(parser: Parser) -> None:
@@ -28,91 +35,160 @@ def add_watch_flags(parser: Parser) -> None:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    mirrors: list[FolderMirror] = []
+    statuses: dict[Path, LastStatus] = {}
     with contextlib.ExitStack() as stack:
         for number in (signal.SIGTERM, signal.SIGHUP):
             before = signal.signal(number, lambda number, _: sys.exit(128 + number))  # after copies of runs were removed
             stack.callback(signal.signal, number, before)
-        folders = [local_folder(run, arguments, stack, mirrors) for run in arguments.runs]
-        return show(arguments, folders, lambda: reason_to_give_up(mirrors))
+        folders = [local_folder(run, arguments, stack, statuses) for run in arguments.runs]
+        return show(arguments, folders, statuses)
 
 
-def reason_to_give_up(mirrors: Sequence["FolderMirror"]) -> str | None:
-    """Why one of the runs counts as gone; None if none does."""
-    reasons = (mirror.reason_to_give_up() for mirror in mirrors)
-    return next((reason for reason in reasons if reason is not None), None)
-
-
-def local_folder(run: str, arguments: argparse.Namespace, stack: contextlib.ExitStack, mirrors: list["FolderMirror"]) -> Path:
-    """The run's folder, or a local copy of it if the run is served elsewhere."""
+def local_folder(
+    run: str, arguments: argparse.Namespace, stack: contextlib.ExitStack, statuses: "dict[Path, LastStatus]"
+) -> Path:  # fmt: skip
+    """The run's folder, or a local copy of it if the run is served elsewhere. What a run on real machines says of itself is added
+    to `statuses`."""
     if not run.startswith(("https:", "ray:", "http:")):
+        if is_real(Path(run)):
+            from heloco.cli.status_poll import StatusPoll
+
+            poll = StatusPoll(Path(run))
+            stack.callback(poll.close)
+            poll.start()
+            statuses[Path(run)] = poll.last_status
         return Path(run)
     from heloco.cli.mirror import FolderMirror
 
     mirror = FolderMirror(link_to(run.rstrip("/"), arguments.token, arguments.token_file, "viewer"))
     stack.callback(mirror.close)
     mirror.start()
-    mirrors.append(mirror)
+    statuses[mirror.folder] = mirror.last_status
     return mirror.folder
 
 
-def show(arguments: argparse.Namespace, folders: Sequence[Path], find_reason: Callable[[], str | None]) -> int:
-    """`find_reason` returns why the display is given up; None if it goes on."""
+def is_real(folder: Path) -> bool:
+    """Whether the folder has a run on real machines. What is wrong with the folder is said by whoever reads it."""
+    from heloco.records.run_facts import read_facts
+    from heloco.records.run_files import META
+
+    try:
+        return read_facts(folder / META).is_real
+    except UserError:
+        return False
+
+
+def show(arguments: argparse.Namespace, folders: Sequence[Path], statuses: "Mapping[Path, LastStatus]") -> int:
+    """Shows the runs in a browser, or in the terminal with --text. `statuses`: by a run's folder, what the run says of itself."""
     from heloco.report.run_reader import read_runs
 
     runs = read_runs(folders)
     if arguments.text:
-        return in_the_terminal(runs, find_reason)
+        return in_the_terminal(runs, statuses)
     from heloco.report import live, page_writer
 
     page_writer.check_parts()
     live.check_parts()
     if not arguments.port.isdecimal() or int(arguments.port) > 65535:
         raise UserError(f"port cannot be {arguments.port!r}: give a number from 0 to 65535.")
-    live.serve(
-        runs, arguments.host, int(arguments.port), lambda address: print(f"Watching at {address} (Ctrl-C ends it).", flush=True)
-    )
+
+    def began(address: str) -> None:
+        print(f"Watching at {address} (Ctrl-C ends it).", flush=True)
+
+    live.serve(runs, arguments.host, int(arguments.port), began, statuses)
     return 0
 
 
-def in_the_terminal(runs: Sequence["Run"], find_reason: Callable[[], str | None] = lambda: None) -> int:
-    """One panel per run, redrawn as it grows. If the output is not a terminal, one line per
-    evaluation. `find_reason` returns why it is given up; None if it goes on."""
-    import time
-
-    from rich.console import Console, Group
+def in_the_terminal(runs: Sequence["Run"], statuses: "Mapping[Path, LastStatus] | None" = None) -> int:
+    """One panel per run, redrawn as it grows. If the output is not a terminal, a line per evaluation and per change of a run's
+    state. It goes on until all runs have ended, or are not heard of for a while. `statuses`: by a run's folder, what it says of
+    itself."""
+    from rich.console import Console
     from rich.live import Live
 
-    from heloco.report.terminal import Progress, tables
+    from heloco.report.terminal import tables
 
-    console = Console()
-    displays = [Progress(run.summary, run.facts, run.planned, console) for run in runs]
-    printed = [0] * len(runs)
-
-    def look() -> bool:
-        """Reads what is new. True if a run is still going."""
-        for i, (run, progress) in enumerate(zip(runs, displays, strict=True)):
-            run.refresh()
-            progress.summary = run.summary
-            if not console.is_terminal:
-                for stage in run.stages[printed[i] :]:
-                    progress.print_line(stage)
-                printed[i] = len(run.stages)
-        is_going = not all(run.is_whole for run in runs)
-        if is_going and (why := find_reason()) is not None:
-            raise RunStopped(why)
-        return is_going
-
-    if console.is_terminal:
-        with Live(Group(*(p.panel() for p in displays)), console=console, refresh_per_second=4) as live:
-            while look():
-                live.update(Group(*(p.panel() for p in displays)))
-                time.sleep(0.5)
-            live.update(Group(*(p.panel() for p in displays)))
+    display = TerminalDisplay(runs, statuses or {}, Console())
+    if display.console.is_terminal:
+        with Live(display.panels(), console=display.console, refresh_per_second=4) as live:
+            while display.look():
+                live.update(display.panels())
+                time.sleep(LOOK_EVERY_S)
+            live.update(display.panels())
     else:
-        while look():
-            time.sleep(0.5)
+        while display.look():
+            time.sleep(LOOK_EVERY_S)
     for run in runs:
         for table in tables(run.summary):
-            console.print(table)
+            display.console.print(table)
+    display.check_end()
     return 0
+
+
+class TerminalDisplay:
+    """Runs and their states in the terminal."""
+
+    def __init__(self, runs: Sequence["Run"], statuses: "Mapping[Path, LastStatus]", console: "Console") -> None:
+        from heloco.report.run_state import watch_states
+        from heloco.report.terminal import Progress
+
+        self.runs, self.console = runs, console
+        self._watches = watch_states(runs, statuses)
+        self._states = [watch.look() for watch in self._watches]
+        self._displays = [Progress(run.summary, run.facts, run.planned, console) for run in runs]
+        self._printed = [0] * len(runs)
+        self._shown_states: list[tuple[str, str] | None] = [None] * len(runs)
+        self._silent_since_s: list[float | None] = [None] * len(runs)
+
+    def look(self) -> bool:
+        """Reads what is new, and prints it if the output is not a terminal. True if a run is still going."""
+        for run, display in zip(self.runs, self._displays, strict=True):
+            run.refresh()
+            display.summary = run.summary
+        self._states = [watch.look() for watch in self._watches]
+        if not self.console.is_terminal:
+            for i in range(len(self.runs)):
+                self._print_news(i)
+        have_ended = [self._has_ended(i) for i in range(len(self.runs))]
+        return not all(have_ended)
+
+    def _print_news(self, i: int) -> None:
+        from heloco.report.state_terminal import state_line
+
+        for stage in self.runs[i].stages[self._printed[i] :]:
+            self._displays[i].print_line(stage)
+        self._printed[i] = len(self.runs[i].stages)
+        state = self._states[i]
+        if (state.kind, state.reason) != self._shown_states[i]:
+            self._shown_states[i] = (state.kind, state.reason)
+            name = f"{state.name}: " if len(self.runs) > 1 else ""
+            print(f"{name}{state_line(state)}", flush=True)
+
+    def _has_ended(self, i: int) -> bool:
+        """Whether nothing more is to be expected of a run."""
+        state, run, now_s = self._states[i], self.runs[i], time.monotonic()
+        if not state.has_ended and state.kind != "silent":
+            self._silent_since_s[i] = None
+            return run.is_whole
+        if run.is_whole or state.kind in ("stopped", "gave-up") or (state.kind == "failed" and not run.facts.is_real):
+            return True
+        # 1. A run that is not heard of may come back. 2. A served run that failed is started again.
+        # 3. The last lines of a finished run that is elsewhere may still be on their way.
+        self._silent_since_s[i] = since_s = self._silent_since_s[i] or now_s
+        return now_s - since_s > PATIENCE_S
+
+    def check_end(self) -> None:
+        """Raises RunStopped if a run has ended without its last arrival."""
+        from heloco.report.state_terminal import end_sentence
+
+        for state, run in zip(self._states, self.runs, strict=True):
+            if not run.is_whole:
+                raise RunStopped(end_sentence(state))
+
+    def panels(self) -> "RenderableType":
+        """A panel per run, with its state."""
+        from rich.console import Group
+
+        from heloco.report.state_terminal import state_panel
+
+        return Group(*(state_panel(state, each) for state, each in zip(self._states, self._displays, strict=True)))

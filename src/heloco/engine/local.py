@@ -1,7 +1,8 @@
 """A run on this machine: the virtual clock drives the synchronizer, and rounds are computed when an arrival waits for one."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -19,7 +20,9 @@ from heloco.errors import RunStopped, UserError
 from heloco.inner.second_moment import SharedMoment
 from heloco.outer.kernels import name_for
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.events import EndKind
 from heloco.records.json_numbers import finite_measures
+from heloco.records.run_end import FINISHED_TEXT
 from heloco.records.run_facts import BlockFacts, RunFacts, ShardFacts
 from heloco.records.tape import ArrivalRecord
 from heloco.run import RunConfig, RunFolder
@@ -31,6 +34,16 @@ from heloco.task import Scores, Task, check_scores, mean_scores
 
 class StopRequested(Exception):
     """Somebody asked the run to stop: it is checkpointed and can be resumed."""
+
+
+STOPPED_TEXT = "it was stopped and saved"
+
+
+def describe_failure(error: BaseException) -> str:
+    """Why a run could not go on, as a sentence without its full stop."""
+    text = " ".join(str(error).split()).removesuffix(".")
+    is_for_people = isinstance(error, UserError | RunStopped)
+    return text if is_for_people else f"it failed with an internal error ({type(error).__name__}: {text})"
 
 
 class Observer(Protocol):
@@ -156,7 +169,7 @@ class LocalRun:
 
     def run(self) -> None:
         """Runs to the end. If a stop is requested, it writes a checkpoint and raises `StopRequested`."""
-        with deterministic_algorithms(self.config.run.deterministic):
+        with self._noting_end(), deterministic_algorithms(self.config.run.deterministic):
             trainer = self._make_trainer(self.execution)
             try:
                 self.begin()
@@ -165,6 +178,25 @@ class LocalRun:
             except StopRequested:
                 self._save_if(True)
                 raise
+
+    @contextmanager
+    def _noting_end(self) -> Iterator[None]:
+        """Notes in the folder how the run ended, if something else than its last arrival ends it."""
+        try:
+            yield
+        except StopRequested:
+            self._note_end("stopped", STOPPED_TEXT)
+            raise
+        except KeyboardInterrupt:
+            self._note_end("stopped", "it was interrupted")
+            raise
+        except BaseException as error:
+            self._note_end("failed", describe_failure(error))
+            raise
+
+    def _note_end(self, kind: EndKind, text: str) -> None:
+        if self.folder is not None:
+            self.folder.note_end(kind, text)
 
     def _compute(self, trainer: Trainer) -> Trainer:
         """Computes rounds that the clock waits for. Returns what computes the next ones."""
@@ -213,6 +245,7 @@ class LocalRun:
                 self._save_if(is_due(self.synchronizer.arrivals, settings.checkpoint_every))
         self._evaluate_if(True)
         self._save_if(True)
+        self._note_end("finished", FINISHED_TEXT)
         return True
 
     def _heed_stop(self) -> None:

@@ -10,10 +10,11 @@ import torch
 
 from heloco.engine.fleet import Fleet, PlannedRun
 from heloco.engine.fleet import carry_out as carry_out_fleet
-from heloco.engine.local import Collector, LocalRun, StopRequested
+from heloco.engine.local import STOPPED_TEXT, Collector, LocalRun, StopRequested, describe_failure
 from heloco.engine.trainer import Execution
 from heloco.errors import RunStopped, UserError
 from heloco.inner.seeding import seeded
+from heloco.records.events import EndKind
 from heloco.seeds import derive
 
 
@@ -35,6 +36,20 @@ class SeedRuns:
 
     def run(self) -> None:
         """Carries out all runs. One that diverges does not end the others."""
+        try:
+            self._run_all()
+        except BaseException as error:
+            is_stop = isinstance(error, StopRequested | KeyboardInterrupt)
+            self._note_end(*(("stopped", STOPPED_TEXT) if is_stop else ("failed", describe_failure(error))))
+            raise
+
+    def _note_end(self, kind: EndKind, text: str) -> None:
+        """Notes in the folders of the runs that have not ended how they ended."""
+        for planned_run in self.planned_runs:
+            if planned_run.key not in self.ends and planned_run.folder is not None:
+                planned_run.folder.note_end(kind, text)
+
+    def _run_all(self) -> None:
         begun: dict[str, LocalRun] = {}
         if self.execution == "stacked" and len(self.planned_runs) > 1:
             begun = self._run_together()
@@ -83,3 +98,6 @@ class SeedRuns:
     def on_divergence(self, key: str, reason: str, collector: Collector) -> None:  # noqa: ARG002
         """Notes why a run did not reach its last arrival."""
         self.ends[key] = reason
+        for planned_run in self.planned_runs:
+            if planned_run.key == key and planned_run.folder is not None:
+                planned_run.folder.note_end("failed", reason.removesuffix("."))

@@ -4,6 +4,7 @@ config.toml           the effective config, enough to run it again
 run.json              what the tape's numbers refer to (`run_facts.RunFacts`)
 tape.jsonl            a line per arrival (`tape.ArrivalRecord`)
 evals.jsonl           a line per evaluation (`evaluations.EvaluationRecord`)
+ended.json            how the run ended (`run_end.RunEnd`); missing while it goes on, and after a kill
 checkpoints/          the newest two, each whole
 journal/              events of a run on real machines (`journal`)
 run-id                a random id of a run on real machines
@@ -14,12 +15,13 @@ workers/              what the workers that `heloco serve` starts keep and print
 """
 
 CONFIG, META, TAPE, EVALS, CHECKPOINTS = "config.toml", "run.json", "tape.jsonl", "evals.jsonl", "checkpoints"
+ENDED = "ended.json"
 RUN_ID = "run-id"
 CREDENTIALS, INCOMING, MODEL_PARTIAL = "credentials", "incoming", "model.partial"
 WORKERS = "workers"
 SEED_FOLDER = "seed"
 """What the names of the folders of `heloco train --seeds` begin with."""
-NAMES = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, RUN_ID, CREDENTIALS, INCOMING, MODEL_PARTIAL)
+NAMES = (CONFIG, META, TAPE, EVALS, ENDED, CHECKPOINTS, RUN_ID, CREDENTIALS, INCOMING, MODEL_PARTIAL)
 
 
 def seed_folder(seed: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heloco.errors import UserError
-from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Pause, PauseKind, Resume
+from heloco.records.events import Abandon, Dispatch, Event, Join, Part, Pause, PauseKind, Receive, Resume
 from heloco.records.journal_reader import FOLDER, JournalDamaged, Mark, first_mark, read_events, segments
 
 DEPARTURES = {"left": "left", "lost": "lost", "turned-away": "turned away", "evicted": "evicted"}
@@ -73,11 +73,17 @@ class JournalSummary:
     changes: int = 0
     time_s: float = 0.0
     """The time of the last event."""
+    seats: dict[str, int | None] = field(default_factory=dict)
+    """A machine's id -> its seat, of the machines that are present as far as the journal says."""
+    heard_s: dict[str, float] = field(default_factory=dict)
+    """A machine's id -> the time of the last event that came from it."""
     _holders: dict[int, str] = field(default_factory=dict)
 
     def follow(self, event: Event) -> tuple[int, str] | None:
         """Takes an event in. (Worker, machine) where it says that a contribution was refused that is not on the tape."""
         self.time_s = event.time_s
+        if isinstance(event, Join | Dispatch | Receive):
+            self.heard_s[event.machine] = event.time_s
         if isinstance(event, Dispatch):
             self._holders[event.worker] = event.machine
             if self.is_paused and self.pauses[-1].kind != "participation":  # a restart after a kill ended it without a word
@@ -93,8 +99,10 @@ class JournalSummary:
                 self.pauses.append(PauseSpan(self.time_s, event.kind, event.text))
         elif isinstance(event, Join):
             self.changes += self.departures.pop(event.machine, None) is not None
+            self.seats[event.machine] = event.seat
         elif isinstance(event, Part):
             self.departures[event.machine] = Departure(DEPARTURES[event.kind], self.time_s, event.text)
+            self.seats.pop(event.machine, None)
             self.changes += 1
         return None
 

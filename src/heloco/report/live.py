@@ -1,7 +1,8 @@
 """The report of runs that are still going: the same page, served, with every change sent to it as a server-sent event.
 
 One task looks at the runs' files and sends what is new to all that are connected. A page that was away gets all changes since
-then, or everything if that is shorter. The page and its changes are made once for all that look.
+then, or everything if that is shorter. The page and its changes are made once for all that look. Another task looks at the runs'
+states, which are events of their own: they change also if no file does, and are sent as a sign of life too.
 Nothing but the page and its events is served, by default to this machine alone.
 """
 
@@ -10,12 +11,15 @@ import contextlib
 import logging
 import re
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from heloco.errors import UserError
 from heloco.hosts import is_loopback
@@ -25,6 +29,7 @@ from heloco.report.own_names import OwnNames, names_of_this_machine
 from heloco.report.page_data import page_data
 from heloco.report.page_writer import as_json, render_report, render_waiting
 from heloco.report.run_reader import Run, read_runs
+from heloco.report.run_state import LastStatus, watch_states
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -37,6 +42,11 @@ LOOK_EVERY_S = 0.5
 SHARE_OF_TIME = 0.3  # at most, for making the page's data: a long run's take a while
 PARTS = ("starlette", "uvicorn", "httptools")
 VERSION = re.compile("-?[0-9]{1,15}")
+STATE_EVERY_S = 1.0
+STATE_BYTES_PER_S = 20_000
+"""Larger states, of many machines, are sent less often."""
+SIGN_OF_LIFE_S = 5.0
+"""A page that has had no event for much longer than this says that its connection is lost."""
 CHANGES_KEPT = 100
 """The number of versions that a page may be behind and still get only the changes."""
 
@@ -51,9 +61,15 @@ def check_parts() -> None:
 class Feed:
     """The page's data, made again when the runs' files have grown. What is sent is encoded once for all pages."""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[Run], statuses: Mapping[Path, LastStatus] | None = None) -> None:
+        """`statuses`: by a run's folder, what the run says of itself."""
         self.runs = runs
         self.data = page_data(runs)
+        self._reading = threading.Lock()
+        """Held while the runs are read on, or looked at as they stand."""
+        self._states = watch_states(runs, statuses)
+        self._state = self._look_at_states()
+        """The runs' states as an event."""
         self.version = time.time_ns() // 1_000_000  # above all versions of an earlier process, which an open page may know
         self.over = False
         self._is_behind = False
@@ -88,19 +104,41 @@ class Feed:
                 self._take(*data)
                 await asyncio.sleep((time.perf_counter() - began) * (1 / SHARE_OF_TIME - 1))
 
+    async def watch_states(self, look_every_s: float = LOOK_EVERY_S) -> None:
+        """Looks at the runs' states again and again, and sends them when they have changed."""
+        while True:
+            try:
+                state = await asyncio.to_thread(self._look_at_states)
+            except (OSError, MemoryError, RuntimeError):  # no descriptor or no thread, say: the next look may have it
+                state = self._state
+            if state != self._state:
+                self._state = state
+                self._wake()
+                await asyncio.sleep(STATE_EVERY_S + len(state) / STATE_BYTES_PER_S)
+            await asyncio.sleep(look_every_s)
+
+    def _look_at_states(self) -> str:
+        with self._reading:
+            states = [watch.look() for watch in self._states]
+        return f"event: state\ndata: {msgspec.json.encode(states).decode()}\n\n"
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     def _take(self, data: dict[str, Any], changes: str) -> None:
         self.data, self._data_json = data, ""
         self.version += 1
         self._changes.append((self.version, changes))
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
 
     def _look(self) -> tuple[dict[str, Any], str] | None:
         """Reads the runs again. Returns the data and its changes, or None if nothing is new. If a run can no longer be read, the
         page says so and keeps the data it had."""
         try:
-            for run in self.runs:
-                self._is_behind |= run.refresh()
+            with self._reading:
+                for run in self.runs:
+                    self._is_behind |= run.refresh()
             if not self._is_behind:
                 return None
             data = page_data(self.runs)
@@ -129,32 +167,45 @@ class Feed:
             return self._html
 
     async def events(self, seen_version: int) -> AsyncIterator[str]:
-        """Yields server-sent events: the changes after the version that the page has seen, or else a sign of life."""
+        """Yields server-sent events: the changes after the version that the page has seen, and the runs' states. These are sent
+        when they change, and as a sign of life if nothing does."""
+        seen_state = ""
         while not self.over:
+            changed = self._changed
             if self.version > seen_version:
                 event, seen_version = self._next_event(seen_version), self.version
                 yield event
+            if self._state != seen_state:
+                seen_state = self._state
+                yield seen_state
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(15):
-                    await self._changed.wait()
+                async with asyncio.timeout(SIGN_OF_LIFE_S):
+                    await changed.wait()
                 continue
-            yield ": still here\n\n"
+            seen_state = ""
 
 
 class Page:
     """The page and its events for runs that `find` finds: at once, or when there is something to show."""
 
-    def __init__(self, find: Callable[[], Sequence[Run]], look_every_s: float = LOOK_EVERY_S) -> None:
-        self._find, self._look_every_s = find, look_every_s
+    def __init__(
+        self,
+        find: Callable[[], Sequence[Run]],
+        look_every_s: float = LOOK_EVERY_S,
+        statuses: Mapping[Path, LastStatus] | None = None,
+    ) -> None:
+        """`statuses`: by a run's folder, what the run says of itself."""
+        self._find, self._look_every_s, self._statuses = find, look_every_s, statuses
         self._feed: Feed | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         self._opening = asyncio.Lock()
 
     async def _ready(self) -> Feed:
         async with self._opening:  # two pages may be the first ones at the same time
             if self._feed is None:
-                self._feed = Feed(await asyncio.to_thread(self._find))
-                self._watcher = asyncio.create_task(self._feed.watch(self._look_every_s))
+                self._feed = Feed(await asyncio.to_thread(self._find), self._statuses)
+                looks = self._feed.watch(self._look_every_s), self._feed.watch_states(self._look_every_s)
+                self._watchers = [asyncio.create_task(look) for look in looks]
             return self._feed
 
     def end(self) -> None:
@@ -191,15 +242,15 @@ class Page:
         return StreamingResponse(feed.events(int(version_text)), media_type="text/event-stream", headers=headers)
 
 
-def app_of_folder(folder: Path) -> "Starlette":
-    """The page of the run in a folder. The run may not have begun yet."""
+def app_of_folder(folder: Path, last_status: LastStatus | None = None) -> "Starlette":
+    """The page of the run in a folder. The run may not have begun yet. `last_status`: what the run says of itself."""
 
     def find() -> Sequence[Run]:
         if not (folder / CONFIG).exists():
             raise UserError("The run has not begun: no machine has brought its model yet.")
         return read_runs([folder])
 
-    return _app(Page(find))
+    return _app(Page(find, statuses=None if last_status is None else {folder: last_status}))
 
 
 def _app(page: Page) -> "Starlette":
@@ -223,17 +274,26 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def serve(runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any]) -> None:
-    """Serves until it is interrupted. `began` is called with the page's address."""
+def serve(
+    runs: Sequence[Run], host: str, port: int, began: Callable[[str], Any], statuses: Mapping[Path, LastStatus] | None = None
+) -> None:
+    """Serves until it is interrupted. `began` is called with the page's address. `statuses`: by a run's folder, what the run says
+    of itself."""
     check_parts()
     import uvicorn
 
     from heloco.uvicorn_internals import EndingServer
 
-    page = Page(lambda: runs)
+    page = Page(lambda: runs, statuses=statuses)
     app = OwnNames(_app(page), names_of_this_machine(host), anywhere=not is_loopback(host))
 
     listening = listen(host, port)
     url_host = f"[{host}]" if ":" in host else host
     began(f"http://{url_host}:{listening.getsockname()[1]}")
-    EndingServer(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), page.end).run(sockets=[listening])
+
+    def end() -> None:
+        """What is not sent within the grace period is cut off, which is no error: uvicorn would print a traceback for each."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        page.end()
+
+    EndingServer(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), end).run(sockets=[listening])

@@ -2,9 +2,11 @@
 
 The process is started by the first look and ends when nobody has looked for a while. It listens on a socket in a folder that only
 this user can enter; the process that passes requests on decides who may look. It also ends when the process that started it does.
+While it runs, that one writes the run's status to its standard input, a line each.
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 import subprocess
@@ -17,12 +19,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlencode
 
+import msgspec
+
+from heloco.cluster.protocol.messages import Status
+from heloco.errors import UserError
+
 if TYPE_CHECKING:
     import httpcore
+
+    from heloco.report.run_state import LastStatus
 
 IDLE_S = 60.0
 """Seconds without a look after which the process ends."""
 START_S = 60.0
+STATUS_EVERY_S = 1.0
 NICENESS = 10
 """The niceness of the page's process, so that the run itself goes first."""
 PATHS, QUERY, HEADERS = ("/", "/events"), ("seen",), (b"last-event-id",)
@@ -36,8 +46,9 @@ Send = Callable[[Any], Awaitable[None]]
 class PageProcess:
     """An ASGI app that passes requests on to the page's process."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, status: Callable[[], Status] | None = None) -> None:
+        """`status` gives the run's own status, and may be called from any thread. None: the folder alone tells its state."""
+        self._folder, self._status = folder, status
         self._process: subprocess.Popen[bytes] | None = None
         self._pool: httpcore.AsyncConnectionPool | None = None
         self._place: Path | None = None
@@ -98,7 +109,9 @@ class PageProcess:
         self._place = Path(tempfile.mkdtemp(prefix="heloco-page-"))
         address = self._place / "socket"
         command = [sys.executable, "-P", "-m", __name__, str(self._folder), str(address)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        if self._status is not None:
+            threading.Thread(target=_pass_on, args=(self._status, self._process), name="heloco-page", daemon=True).start()
         limit_s = time.monotonic() + START_S
         while not address.exists():
             if self._process.poll() is not None or time.monotonic() > limit_s:
@@ -118,11 +131,22 @@ class PageProcess:
             self._process.kill()
             self._process.wait()
             assert self._process.stdin is not None
-            self._process.stdin.close()
+            if self._status is None:  # else the thread that writes to it closes it
+                self._process.stdin.close()
             self._process = None
         if self._place is not None:
             shutil.rmtree(self._place, ignore_errors=True)
             self._place = None
+
+
+def _pass_on(status: Callable[[], Status], process: "subprocess.Popen[bytes]") -> None:
+    """Writes the run's status to the process again and again, until it has ended."""
+    assert process.stdin is not None
+    with process.stdin, contextlib.suppress(OSError):  # the process has ended
+        while process.poll() is None:
+            with contextlib.suppress(UserError, RuntimeError):  # the run is about to end
+                process.stdin.write(msgspec.json.encode(status()) + b"\n")
+            time.sleep(STATUS_EVERY_S)
 
 
 def _query(scope: Scope) -> str:
@@ -188,9 +212,12 @@ def _end(place: Path) -> None:
     os._exit(0)
 
 
-def _end_with_the_starter(place: Path) -> None:
-    """Standard input is a pipe from the process that started this one: it ends when that does, however that ends."""
-    sys.stdin.buffer.read()
+def _follow_the_starter(place: Path, last_status: "LastStatus") -> None:
+    """Standard input is a pipe from the process that started this one: it has the run's statuses, and ends when that process
+    does, however that ends."""
+    for line in sys.stdin.buffer:
+        with contextlib.suppress(msgspec.MsgspecError):
+            last_status.take(msgspec.json.decode(line, type=Status))
     _end(place)
 
 
@@ -199,10 +226,12 @@ def main(folder: Path, address: Path) -> None:
     import uvicorn
 
     from heloco.report.live import app_of_folder
+    from heloco.report.run_state import LastStatus
 
     os.nice(NICENESS)
-    threading.Thread(target=_end_with_the_starter, args=(address.parent,), daemon=True).start()
-    app = _Idle(app_of_folder(folder))
+    last_status = LastStatus()
+    threading.Thread(target=_follow_the_starter, args=(address.parent, last_status), daemon=True).start()
+    app = _Idle(app_of_folder(folder, last_status))
     server = uvicorn.Server(uvicorn.Config(app, uds=str(address), log_level="critical", lifespan="off"))
 
     def end_when_idle() -> None:

@@ -18,6 +18,9 @@ from heloco.report.charts.figures import Figure, caption_of, describe_figure
 from heloco.report.table_data import TableData, Tone
 
 TEMPLATES = Path(__file__).parent / "templates"
+STYLES = ("report.css", "state.css")
+"""Of a report; the second one is for live pages."""
+LIVE_SCRIPTS = ("state.js", "live.js")
 MARKS: dict[Tone, str] = {"worst": "✗", "good": "▲", "bad": "▼"}
 """Before the number, so that colour is never alone in saying it; the best is bold."""
 KEY: dict[Tone, str] = {"best": "<b>bold</b> best", "worst": "✗ worst", "good": "▲ better", "bad": "▼ worse"}
@@ -34,11 +37,11 @@ class Text:
 Block = TableData | Figure | Text
 
 
-def _render(template: str, style: str = "", **values: Any) -> str:
+def _render(template: str, *styles: str, **values: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(template).render(style=_read(style) if style else "", **values) + "\n"
+    return environment.get_template(template).render(style="".join(map(_read, styles)), **values) + "\n"
 
 
 def _read(name: str) -> str:
@@ -67,11 +70,11 @@ def render_report(data: dict[str, Any], *, live: bool = False) -> str:
     check_parts()
     from plotly.offline import get_plotlyjs
 
-    scripts = [get_plotlyjs(), _read("report.js"), *([_read("live.js")] if live else [])]
+    scripts = [get_plotlyjs(), _read("report.js"), *(map(_read, LIVE_SCRIPTS) if live else [])]
     assert not any("</script" in script.lower() or "\r" in script for script in scripts)
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     values = {"title": data["title"], "scripts": scripts, "digests": digests, "data": as_json(data), "live": live}
-    return _render("report.html", "report.css", **values)
+    return _render("report.html", *STYLES[: 2 if live else 1], **values)
 
 
 def render_waiting(reason: str) -> str:

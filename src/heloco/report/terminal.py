@@ -69,8 +69,9 @@ class Progress:
             f"{stage.units:,} {self.facts.unit}  mean {loss}"
         )
 
-    def panel(self) -> RenderableType:
-        """The panel as it looks now: progress with the time that is left, loss, and a row per worker."""
+    def panel(self, progress: str = "") -> RenderableType:
+        """The panel as it looks now: progress with the time that is left, loss, and a row per worker. `progress`: other words
+        for the progress."""
         s = self.summary
         elapsed_s = time.monotonic() - self._began
         arrivals_done = s.arrivals - self._begun_at
@@ -99,7 +100,7 @@ class Progress:
         bar = Table.grid(padding=(0, 1), expand=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(ProgressBar(self.arrivals, s.arrivals), f"{s.arrivals}/{self.arrivals} arrivals · {times}")
+        bar.add_row(ProgressBar(self.arrivals, s.arrivals), progress or f"{s.arrivals}/{self.arrivals} arrivals · {times}")
         return Panel(Group(bar, facts, Text(), table), title=f"[b]{self.facts.method}[/]", title_align="left")
 
 

@@ -1,6 +1,5 @@
 """A run's folder, as the process that runs it sees it: `records.run_files` says what is in it."""
 
-import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +10,10 @@ from torch import Tensor
 from heloco.disk import disk_errors, write_atomically
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
+from heloco.records.events import EndKind
+from heloco.records.folder_lock import lock_folder
 from heloco.records.lines import Lines
+from heloco.records.run_end import RunEnd, clear_end, write_end
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CHECKPOINTS, CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
@@ -118,6 +120,7 @@ class RunFolder:
                 raise UserError(f"{short} is cut short: its checkpoint is further. Restore it, or start the run again.")
             self.tape = Lines(self.path / TAPE, whole_lines(self.path / TAPE, since.tape_bytes), ArrivalRecord)
             self.evals = Lines(self.path / EVALS, whole_lines(self.path / EVALS, since.evals_bytes), EvaluationRecord)
+            clear_end(self.path)
 
     def shorter_than(self, sizes: LineSizes) -> Path | None:
         """The tape or the evaluations, where they do not have a whole line up to this byte."""
@@ -138,7 +141,7 @@ class RunFolder:
         if self._lock is None:
             self._lock = os.open(self.path, os.O_RDONLY)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_folder(self._lock)
             yield
         except BlockingIOError:
             self.close()
@@ -158,6 +161,10 @@ class RunFolder:
         assert self.evals is not None
         with disk_errors(self.path / EVALS, self.remedy):
             self.evals.append(record)
+
+    def note_end(self, kind: EndKind, text: str) -> None:
+        """Notes for people how the run ended. It is forgotten when the run goes on."""
+        write_end(self.path, RunEnd(kind=kind, text=text))
 
     def line_sizes(self) -> LineSizes:
         """Where the tape and the evaluations stand."""

@@ -19,6 +19,7 @@ from heloco.cluster.server.transfers import Upload, refuse_for_disk
 from heloco.disk import release_for
 from heloco.finite import all_finite
 from heloco.outer.kernels.windows import parts
+from heloco.records.run_end import FINISHED_TEXT
 from heloco.records.run_files import TAPE
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
@@ -94,7 +95,7 @@ class Contributions:
             state.roster.note_transfer(machine, state.now_s)
             self._turn_away_if_hopeless(machine)
             if run.is_finished:
-                state.end("finished", "all arrivals are in")
+                state.end("finished", FINISHED_TEXT)
             return ack
 
     @contextmanager

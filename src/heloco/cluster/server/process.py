@@ -43,7 +43,7 @@ class ListenConfig:
     """The user's own certificate file; if empty, a certificate is made."""
     key: str = ""
     page: str = ""
-    """The function that makes the live page of a run's folder, as "module:function"."""
+    """The function that makes the live page, as "module:function". It gets the run's folder and what gives the run's status."""
 
     def save(self, folder: Path) -> None:
         """Stores the address in the run's folder, so that the run is served at the same address again."""
@@ -156,7 +156,7 @@ class RunHost:
         if not port and previous is not None and previous.host == listen.host:
             port = previous.port  # port 0 means any port: prefer the one from last time
         open_gateway = _load(GATEWAY)
-        page = _load(listen.page)(folder) if listen.page else None
+        page = _load(listen.page)(folder, self.status) if listen.page else None
         try:
             self.gateway = open_gateway(self, replace(listen, port=port), folder / CREDENTIALS, page)
         except UserError:

@@ -138,6 +138,7 @@ class Rollback:
             run.note(Part(time_s=run.time_s, machine=machine, kind="evicted", text="its contributions were left out"))
         run.finish_evaluations()
         checkpoints.save(run)
+        run.folder.note_end("stopped", f"it was returned to arrival {run.synchronizer.arrivals}")
         return run.synchronizer.arrivals
 
     def _is_reached(self, run: JournaledRun) -> bool:

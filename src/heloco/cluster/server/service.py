@@ -26,6 +26,7 @@ from heloco.cluster.server.pauses import Pauses
 from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import SnapshotStore
+from heloco.records.run_end import FINISHED_TEXT
 from heloco.run.config import RunConfig
 from heloco.run.settings import to_toml
 
@@ -91,7 +92,7 @@ class Service:
             machine.is_away = True
         self.rounds.tidy_starts()
         if run.is_finished:
-            state.end("finished", "all arrivals are in")
+            state.end("finished", FINISHED_TEXT)
 
     def _serve_new_run(self, run: JournaledRun, starts: SnapshotStore) -> None:
         self.take_up(run, starts)

@@ -19,7 +19,8 @@ from heloco.errors import RunStopped, UserError
 from heloco.records.events import RESUMABLE, EndKind
 from heloco.records.journal import JournalTaken
 from heloco.records.journal_reader import FOLDER as JOURNAL
-from heloco.records.run_files import RUN_ID
+from heloco.records.run_end import RunEnd, write_end
+from heloco.records.run_files import CONFIG, RUN_ID
 from heloco.run.config import RunConfig
 
 
@@ -69,6 +70,8 @@ class ServiceState:
         """Ends the run in this process, and wakes all that wait for a change. The text says why."""
         with self.changed:
             self.ended = Ended(kind=kind, text=text)
+            if (self.folder / CONFIG).exists():
+                write_end(self.folder, RunEnd(kind=kind, text=text))
             self.changed.notify_all()
 
     def check_open(self) -> None:

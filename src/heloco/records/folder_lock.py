@@ -1,0 +1,44 @@
+"""The lock that a process holds on a run's folder while it writes there, and whether one does."""
+
+import os
+import time
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PATIENCE_S = 0.2
+"""How long a lock is tried to be taken. Whoever looks whether it is held holds it for an instant."""
+
+
+def lock_folder(descriptor: int) -> None:
+    """Locks an open folder until its descriptor is closed. Raises BlockingIOError if another process writes there."""
+    until = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Whether a process of this machine writes into the folder; None if that cannot be found out."""
+    if fcntl is None:
+        return None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that those who look do not see each other
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False
