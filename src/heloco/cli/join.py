@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -118,6 +117,7 @@ def end_with_stdin() -> None:
 def status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from heloco.cli.prose import broken, terminal_width
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
@@ -126,6 +126,6 @@ def status(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_plain(run_status)))
         return 0
     for line in status_lines(run_status):
-        print(line)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machines_table(run_status))
+        print(broken(line))
+    Console(width=terminal_width() or PIPE_COLUMNS).print(machines_table(run_status))
     return 0

@@ -306,6 +306,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     from heloco.engine.build import load_model, pick_device
     from heloco.records.json_numbers import finite_measures
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.terminal import scores_table
     from heloco.run import RunFolder
     from heloco.task import mean_scores
@@ -322,7 +323,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"arrival": state.arrival, "mean": mean, "scores": per_source}, indent=1))
     else:
-        Console().print(scores_table(mean, per_source))
+        Console().print(FittedTable(scores_table(mean, per_source)))
     return 0
 
 
@@ -356,6 +357,7 @@ def schedule(arguments: argparse.Namespace) -> int:
 
     from heloco.engine.schedule import planned_arrivals, summarize
     from heloco.policy import inner_steps
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.terminal import schedule_table
     from heloco.run import RunConfig, resolve, with_fields
     from heloco.run.config import Settings
@@ -376,5 +378,5 @@ def schedule(arguments: argparse.Namespace) -> int:
         return 0
     for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
-    Console().print(schedule_table(time_s, shares, rounds.paces))
+    Console().print(FittedTable(schedule_table(time_s, shares, rounds.paces)))
     return 0
