@@ -8,7 +8,6 @@ from typing import Any
 from heloco.cli.flags import Parser, flag_of, format_value
 from heloco.cli.prose import broken
 
-
 INDENT = 8
 """Where the further lines of a long one begin."""
 

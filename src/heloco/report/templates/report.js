@@ -56,15 +56,14 @@
   const whole = values => Math.max(...values) - Math.min(...values) <= 8 ? {dtick: 1, tick0: 0} : {};
   const counted = label => !label.endsWith("(s)");
   /* A long name takes several lines of a legend. */
-  const broken = (name, width) => {
-    const length = Math.max(12, Math.floor((width - 100) / 6.6));
-    return (String(name).match(new RegExp(`[^]{1,${length}}`, "g")) || [""]).map(plain).join("<br>");
-  };
+  const lettersIn = width => Math.max(12, Math.floor((width - 100) / 6.6));
+  const broken = (name, width) => (String(name).match(new RegExp(`[^]{1,${lettersIn(width)}}`, "g")) || [""]).map(plain).join("<br>");
 
   const lines = (view, width, {log, smooth}) => {
     const columns = Math.max(1, Math.min(view.columns, view.panels.length, Math.floor(width / 300)));
     const labels = [...new Set(view.panels.flatMap(panel => panel.lines.map(line => line.label)))];
-    const legend = Math.ceil(labels.length / Math.max(1, Math.floor((width - 60) / (50 + 6.6 * Math.max(...labels.map(name => name.length))))));
+    const longest = Math.max(0, ...labels.map(name => name.length)), inRow = Math.max(1, Math.floor((width - 60) / (50 + 6.6 * longest)));
+    const legend = Math.ceil(labels.length / inRow) * Math.ceil(longest / lettersIn(width) || 1);
     const rows = Math.ceil(view.panels.length / columns), tall = rows > 2 ? 210 : 270, gap = 78, head = 40 + 19 * legend;
     const height = head + rows * tall + (rows - 1) * gap + 50, inner = height - head - 50;
     const layout = base(height, {margin: {l: 52, r: 14, t: head, b: 50}, annotations: [], uirevision: `${view.label} ${log}`,
