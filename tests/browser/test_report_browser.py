@@ -240,8 +240,8 @@ def test_counts_have_whole_ticks_and_staleness_is_points(page, folders):
     for name in ("staleness", "histogram"):
         labels = page.evaluate(ticks.format(name))
         assert labels and all(float(label.replace("−", "-")).is_integer() for label in labels), name
-    shown = [list(values) for values in traces(page, "staleness", "trace.customdata")]
-    assert shown == [[a["staleness"] for a in tape(folders[0]) if a["worker"] == worker] for worker in range(5)]
+    staleness = [list(values) for values in traces(page, "staleness", "trace.customdata")]
+    assert staleness == [[a["staleness"] for a in tape(folders[0]) if a["worker"] == worker] for worker in range(5)]
 
 
 def test_runs_with_equal_lines_are_both_seen(page):

@@ -207,8 +207,8 @@ def test_lines_on_each_other_are_drawn_in_turns(tmp_path):
     )
     assert [line.stripe for line in lines] == [(0, 3), None, (1, 3), (2, 3)]
     assert not any(line.stripe for line in striped([Line("a", [0, 1], [1, 2]), Line("b", [0, 2], [1, 2])]))
-    gone = [Line(name, STEPS, [None] * 31) for name in "ab"]
-    assert not any(line.stripe for line in striped(gone))
+    empty = [Line(name, STEPS, [None] * 31) for name in "ab"]
+    assert not any(line.stripe for line in striped(empty))
     svg = draw(one_panel(*lines), tmp_path)[0].read_text()
     assert len(set(re.findall(r"stroke-dasharray: [\d. ,]+", svg))) >= 2
 

@@ -31,7 +31,7 @@ WIDE = TableData(
 )
 
 
-def shown(table: TableData, width: int) -> list[str]:
+def render(table: TableData, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), record=True)
     console.print(in_terminal(table))
     return console.export_text().splitlines()
@@ -39,7 +39,7 @@ def shown(table: TableData, width: int) -> list[str]:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 300])
 def test_every_cell_is_whole_at_every_width(width):
-    lines = shown(WIDE, width)
+    lines = render(WIDE, width)
     assert max(map(cell_len, lines)) <= width
     text = "\n".join(lines)
     assert "…" not in text
@@ -52,16 +52,16 @@ def test_every_cell_is_whole_at_every_width(width):
 
 
 def test_each_part_begins_with_the_names_of_the_rows():
-    lines = shown(WIDE, 80)
+    lines = render(WIDE, 80)
     parts = sum(line.startswith("┏") for line in lines)
     assert parts > 1
     assert sum("1,6,6,6,6" in line for line in lines) == sum("paces" in line for line in lines) == parts
-    assert sum(line.startswith("┏") for line in shown(WIDE, 300)) == 1
+    assert sum(line.startswith("┏") for line in render(WIDE, 300)) == 1
 
 
 def test_a_name_that_is_wider_than_the_terminal_goes_on_in_the_next_line():
     name = "a-very-long-name-of-a-run-in-a-deep-folder/" * 3
-    lines = shown(TableData("Runs", ["run", "loss"], [[Cell(name), Cell("4.125")]]), 60)
+    lines = render(TableData("Runs", ["run", "loss"], [[Cell(name), Cell("4.125")]]), 60)
     assert max(map(cell_len, lines)) <= 60
     rows = [[cell.strip() for cell in line.split("│")[1:3]] for line in lines if line.startswith("│")]
     assert "".join(row[0] for row in rows) == name and [row[1] for row in rows if row[1]] == ["4.125"]
@@ -74,9 +74,9 @@ def test_columns_are_spread_over_parts_that_fit(widths, room):
     assert all(part[0] == 0 for part in parts)
     assert all(sum(widths[c] for c in part) <= room for part in parts if len(part) > 2)
     for part in parts:
-        least = [widths[c] for c in part]
-        shared = share_room(least, [width + 7 for width in least], room)
-        assert sum(shared) <= max(room, len(part) + sum(least[:-1])) and all(width >= 1 for width in shared)
+        narrowest = [widths[c] for c in part]
+        column_widths = share_room(narrowest, [width + 7 for width in narrowest], room)
+        assert sum(column_widths) <= max(room, len(part) + sum(narrowest[:-1])) and all(width >= 1 for width in column_widths)
 
 
 # ---- the commands, in a terminal of 80 columns

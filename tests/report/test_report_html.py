@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from heloco.errors import UserError
 from heloco.report import overview
 from heloco.report.charts import correction_map, curves, worker_charts
-from heloco.report.charts.chart import PIECES, RUN_COLOURS, Heat, run_colours, worker_colours, worker_groups
+from heloco.report.charts.chart import Heat, run_colours, worker_groups
 from heloco.report.charts.figures import METHOD_COLOURS
 from heloco.report.charts.sampling import thinned
 from heloco.report.page_data import charts_of, page_data
@@ -88,11 +88,6 @@ def test_norms_are_those_of_all_blocks(runs, folders):
                 assert list(line.y) == pytest.approx([math.hypot(*a["blocks"][name]) for a in tape(folder)])
 
 
-def test_no_chart_opens_over_outer_steps(runs):
-    for chart in page_data(runs)["charts"]:
-        assert not any("outer step" in panel["x_label"] for panel in chart["views"][0].get("panels", [])), chart["name"]
-
-
 def test_tokens_add_up_and_each_round_moves_two_models(runs, folders):
     tokens, moved = curves.traffic(runs).views[0].content.panels
     meta = json.loads((folders[0] / "run.json").read_text())
@@ -141,38 +136,6 @@ def test_the_map_has_every_block_of_every_arrival(runs, folders):
         cosines = [None if cosine is None else float(f"{cosine:.6g}") for cosine in heat.cosine[block]]
         assert cosines == [a["blocks"]["cosine"][block] for a in lines]
     assert heat.about == [f"arrival {a['arrival']}, worker {a['worker']}, staleness {a['staleness']}" for a in lines]
-
-
-def test_the_page_opens_on_a_run_that_corrects(folders):
-    plain, corrected = read_runs([folders[1], folders[0]])
-    assert not any(set(a["blocks"]["case"]) & set("dt") for a in tape(folders[1]))
-    assert page_data([plain, corrected])["run"] == corrected.name == "heloco-001"
-    assert page_data([plain])["run"] == "mla-001"
-
-
-def test_runs_and_workers_have_no_colour_in_common():
-    for count in range(1, 13):
-        colours = worker_colours(count)
-        assert len(set(colours)) == count and not set(colours) & set(RUN_COLOURS)
-    assert not set(PIECES) & {*RUN_COLOURS, *worker_colours(12)}
-
-
-def test_staleness_is_drawn_as_points_and_counts_are_known_as_such(runs):
-    charts = {chart["name"]: chart for chart in page_data(runs)["charts"]}
-    [panel] = charts["staleness"]["views"][0]["panels"]
-    assert panel["points"] and panel["counts"] and charts["staleness"]["switches"] == ()
-    assert charts["histogram"]["views"][0]["counts"] and not charts["shares"]["views"][0]["counts"]
-    [panel] = charts["training"]["views"][0]["panels"]
-    assert not panel["points"] and not panel["counts"]
-
-
-def test_lines_that_lie_on_each_other_take_turns(runs):
-    """Runs of one schedule have the same tokens at the same time, whatever their method."""
-    tokens, _ = curves.traffic(runs).views[0].content.panels
-    assert list(tokens.lines[0].y) == list(tokens.lines[1].y)
-    assert [line.stripe for line in tokens.lines] == [(0, 2), (1, 2)]
-    scores = curves.scores(runs).views[0].content.panels[0]
-    assert [line.stripe for line in scores.lines] == [None, None]
 
 
 def test_tables_name_the_runs_and_what_differs(runs, folders):

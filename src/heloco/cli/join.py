@@ -117,7 +117,7 @@ def end_with_stdin() -> None:
 def status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from heloco.cli.prose import broken, terminal_width
+    from heloco.cli.prose import terminal_width, wrap_line
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
@@ -126,6 +126,6 @@ def status(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_plain(run_status)))
         return 0
     for line in status_lines(run_status):
-        print(broken(line))
+        print(wrap_line(line))
     Console(width=terminal_width() or PIPE_COLUMNS).print(machines_table(run_status))
     return 0

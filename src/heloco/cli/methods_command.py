@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from heloco.cli.flags import Parser, flag_of, format_value
-from heloco.cli.prose import broken
+from heloco.cli.prose import wrap_line
 
 INDENT = 8
 """Where the further lines of a long one begin."""
@@ -45,8 +45,8 @@ def methods(arguments: argparse.Namespace) -> int:
         weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
         print(method["name"])
         for line in (method["about"], method["equation"], f"ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}"):
-            print(broken(f"    {line}", INDENT))
+            print(wrap_line(f"    {line}", INDENT))
         print()
     for line in WHAT_TO_USE.splitlines():
-        print(broken(line, INDENT))
+        print(wrap_line(line, INDENT))
     return 0

@@ -16,10 +16,10 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns
 
 
-def broken(line: str, indent: int = 0) -> str:
+def wrap_line(line: str, indent: int = 0) -> str:
     """The line in lines that fit into the terminal; all but the first begin with `indent` blanks. Words stay whole."""
     width = terminal_width()
     if width is None or width < NARROW or len(line) <= width:
         return line
-    further = " " * indent
-    return textwrap.fill(line, width, subsequent_indent=further, break_long_words=False, break_on_hyphens=False)
+    prefix = " " * indent
+    return textwrap.fill(line, width, subsequent_indent=prefix, break_long_words=False, break_on_hyphens=False)

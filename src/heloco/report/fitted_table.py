@@ -14,9 +14,9 @@ WHOLE = 24
 
 @dataclass(frozen=True)
 class _Widths:
-    least: int
+    narrowest: int
     """Nothing is broken but long texts, between words."""
-    most: int
+    widest: int
     """Everything is in one line."""
 
 
@@ -33,15 +33,15 @@ class FittedTable:
         border = bool(table.box)
         edge, per_column = int(border), left + right + int(border)
         widths = [_widths(console, column.header, list(column.cells)) for column in table.columns]
-        if edge + sum(per_column + each.most for each in widths) <= width or not widths:
+        if edge + sum(per_column + each.widest for each in widths) <= width or not widths:
             yield table
             return
-        first = min(widths[0].least, max(1, width // 3))
-        widths[0] = _Widths(first, max(first, widths[0].most))
-        parts = split_columns([per_column + each.least for each in widths], width - edge)
+        first = min(widths[0].narrowest, max(1, width // 3))
+        widths[0] = _Widths(first, max(first, widths[0].widest))
+        parts = split_columns([per_column + each.narrowest for each in widths], width - edge)
         for i, part in enumerate(parts):
             room = width - edge - per_column * len(part)
-            column_widths = share_room([widths[c].least for c in part], [widths[c].most for c in part], room)
+            column_widths = share_room([widths[c].narrowest for c in part], [widths[c].widest for c in part], room)
             yield self._part(console, part, column_widths, is_first=i == 0, is_last=i == len(parts) - 1)
 
     def _part(
@@ -75,14 +75,14 @@ def split_columns(widths: Sequence[int], room: int) -> list[list[int]]:
     return parts
 
 
-def share_room(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
+def share_room(narrowest: Sequence[int], widest: Sequence[int], room: int) -> list[int]:
     """The width of each column of a part: its least, and what is left goes to the first that can use it. If even the least is too
     much, the last column has what is left."""
-    widths, free = list(least), room - sum(least)
+    widths, free = list(narrowest), room - sum(narrowest)
     if free < 0:
         widths[-1] = max(1, widths[-1] + free)
         return widths
-    for i, wanted in enumerate(most):
+    for i, wanted in enumerate(widest):
         more = min(free, wanted - widths[i])
         widths[i] += more
         free -= more
@@ -97,5 +97,5 @@ def _widths(console: Console, header: RenderableType, cells: Sequence[Renderable
     title = _text(console, header).plain
     lines = [line for cell in cells for line in _text(console, cell).plain.split("\n")]
     unbroken = [*title.split(), *(word for line in lines for word in (line.split() if cell_len(line) > WHOLE else [line]))]
-    least = max(map(cell_len, unbroken), default=0)
-    return _Widths(max(1, least), max(map(cell_len, [title, *lines, "-"])))
+    longest_word = max(map(cell_len, unbroken), default=0)
+    return _Widths(max(1, longest_word), max(map(cell_len, [title, *lines, "-"])))

@@ -101,12 +101,12 @@ def marked(groups: Sequence[SeedValues], measure: str, spent: Sequence[Sequence[
     else:
         best_texts = {texts[best]} if best is not None and len({texts[i] for i in indices}) > 1 else set()
     spent = spent or [()] * len(groups)
-    least = min((value for i in indices for value in spent[i]), default=0.0)
+    smallest = min((value for i in indices for value in spent[i]), default=0.0)
     cells = []
     for values, text, budgets in zip(groups, texts, spent, strict=True):
         count = len(finite_numbers(list(values.values())))
         partial = f" ({count} of {len(values)} seeds)" if 0 < count < len(values) else ""
-        has_more = max(budgets, default=0.0) > least + SLACK * abs(least)
+        has_more = max(budgets, default=0.0) > smallest + SLACK * abs(smallest)
         cells.append(Cell(text + partial, tone="best" if text in best_texts and not has_more else ""))
     return cells
 

@@ -57,7 +57,7 @@
   const counted = label => !label.endsWith("(s)");
   /* A long name takes several lines of a legend. */
   const lettersIn = width => Math.max(12, Math.floor((width - 100) / 6.6));
-  const broken = (name, width) => (String(name).match(new RegExp(`[^]{1,${lettersIn(width)}}`, "g")) || [""]).map(plain).join("<br>");
+  const wrapName = (name, width) => (String(name).match(new RegExp(`[^]{1,${lettersIn(width)}}`, "g")) || [""]).map(plain).join("<br>");
 
   const lines = (view, width, {log, smooth}) => {
     const columns = Math.max(1, Math.min(view.columns, view.panels.length, Math.floor(width / 300)));
@@ -98,14 +98,14 @@
         }
         if (panel.points) {
           const lift = .6 * (place - (panel.lines.length - 1) / 2) / panel.lines.length;
-          traces.push({...group, y: y.map(v => v === null ? null : v + lift), customdata: y, type: "scatter", mode: "markers", name: broken(line.label, width),
+          traces.push({...group, y: y.map(v => v === null ? null : v + lift), customdata: y, type: "scatter", mode: "markers", name: wrapName(line.label, width),
             showlegend: !named.has(line.label), marker: {size: 5, color: colour}, hovertemplate: `${plain(panel.y_label)} %{customdata} at %{x:,.6~g}`});
           named.add(line.label);
           continue;
         }
         /* Lines that lie on each other take turns: the first is whole, each further one covers less of it. */
         const [turn, count] = line.stripe || [0, 1];
-        traces.push({...group, y: middle, type: "scatter", name: broken(line.label, width),
+        traces.push({...group, y: middle, type: "scatter", name: wrapName(line.label, width),
           ...(line.spread ? {customdata: line.spread.map(v => v === null ? "" : ` ± ${v.toPrecision(2)}`)} : {}),
           mode: line.x.length > 80 || turn ? "lines" : "lines+markers", showlegend: !named.has(line.label), marker: {size: 4.5, color: colour},
           line: {color: colour, width: 1.8, dash: turn ? `${7 * (count - turn)}px,${7 * turn}px` : line.dashed ? "dash" : "solid"}, hovertemplate: line.spread ? "%{y:.5~g}%{customdata}" : "%{y:.5~g}"});
@@ -118,7 +118,7 @@
 
   const heights = view => view.categories.map((_, i) => view.series.reduce((sum, series) => sum + (series.values[i] ?? 0), 0));
   const bars = (view, width) => [
-    view.series.map(series => ({type: "bar", name: broken(series.label, width), x: view.categories.map(plain), y: series.values,
+    view.series.map(series => ({type: "bar", name: wrapName(series.label, width), x: view.categories.map(plain), y: series.values,
       marker: {color: ink(series.colour)}, hovertemplate: view.y_label === "share" ? "%{y:.1%}" : "%{y:,}"})),
     base(360, {barmode: view.stacked ? "stack" : "group", hovermode: "x unified", bargap: .18, margin: {l: 52, r: 14, t: 58, b: 44},
       xaxis: axis({title: titled(view.x_label), type: "category", showgrid: false}),
