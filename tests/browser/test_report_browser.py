@@ -98,7 +98,7 @@ def traces(page: Any, name: str, what: str) -> list[Any]:
 def test_every_chart_has_its_traces_and_points(page, folders):
     assert page.evaluate("[...heloco.cards.keys()]") == CHARTS
     count = len(evals(folders[0]))
-    assert traces(page, "scores", "trace.x.length") == [count] * 6
+    assert traces(page, "scores", "trace.x.length") == [count] * 4
     assert traces(page, "sources", "trace.x.length") == [count] * 2 * len(evals(folders[0])[0]["scores"])
     assert traces(page, "norms", "trace.x.length") == [20] * 6
     assert traces(page, "traffic", "trace.x.length") == [21] * 4
@@ -136,7 +136,7 @@ def test_the_legend_and_the_runs_names_hide_and_show_lines(opened, path):
     page.evaluate("toggled = new Promise(done => heloco.cards.get('scores').plot.on('plotly_restyle', () => done(1))), 0")
     page.locator("#chart-scores .legendtoggle").first.click()
     page.evaluate("toggled")
-    assert page.evaluate(visible_traces) == ["legendonly", True] * 3
+    assert page.evaluate(visible_traces) == ["legendonly", True] * 2
     chip = page.get_by_role("button", name="mla-001")
     chip.click()
     assert page.evaluate(visible_traces)[1] == "legendonly"
@@ -150,9 +150,10 @@ def test_views_runs_and_the_order_of_blocks_are_chosen(opened, path, folders):
     draw(page)
     page.locator("#chart-scores select").select_option("bits per byte")
     assert traces(page, "scores", "trace.y")[0][-1] == pytest.approx(evals(folders[0])[-1]["mean"]["bits_per_byte"], rel=1e-5)
-    page.locator("#chart-staleness select").select_option("mla-001")
-    assert page.locator("#chart-correction select").first.input_value() == "mla-001"
-    page.locator("#chart-correction select").first.select_option("heloco-001")
+    page.get_by_label("charts of one run show").select_option("mla-001")
+    for name in ("staleness", "timeline", "correction"):
+        assert page.locator(f"#chart-{name} .of").inner_text() == "of mla-001"
+    page.get_by_label("charts of one run show").select_option("heloco-001")
     draw(page)
     blocks = json.loads((folders[0] / "run.json").read_text())["blocks"]
     rows = "trace.customdata.map(row => row[0])"
@@ -179,8 +180,73 @@ def test_on_a_phone_nothing_is_wider_than_the_screen(opened, path):
     page = opened(path, viewport={"width": 360, "height": 740})
     draw(page)
     assert page.evaluate("document.documentElement.scrollWidth") == 360
-    tops = page.evaluate("['', 2, 3].map(n => heloco.cards.get('scores').plot.layout['yaxis' + n].domain[1])")
+    tops = page.evaluate("['', 2, 3].map(n => heloco.cards.get('norms').plot.layout['yaxis' + n].domain[1])")
     assert tops[0] > tops[1] > tops[2], "panels stand under each other"
+
+
+def ends(page: Any, selector: str) -> float:
+    """How far to the right the widest of these elements reaches."""
+    return page.evaluate(f"Math.max(...[...document.querySelectorAll('{selector}')].map(e => e.getBoundingClientRect().right))")
+
+
+def test_on_a_phone_tables_are_not_cut_and_the_loss_comes_first(opened, path):
+    page = opened(path, viewport={"width": 390, "height": 800})
+    draw(page)
+    rows = page.locator("#tables-first tr")
+    assert rows.nth(1).inner_text().split("\n")[0].startswith("heloco-001")
+    first = rows.nth(1).locator("td").first
+    assert first.get_attribute("data-label") == "loss" and first.is_visible()
+    assert ends(page, "#tables-first td, #tables-last td") <= 390
+    scrolled = (
+        "[...document.querySelectorAll('.stack')].filter(e => e.scrollWidth > e.clientWidth || e.scrollHeight > e.clientHeight)"
+    )
+    assert page.evaluate(f"{scrolled}.length") == 0
+    labels = page.evaluate("heloco.cards.get('correction').plot.layout.yaxis.ticktext")
+    assert not any("…" in label for label in labels)
+
+
+def test_on_paper_everything_is_light_and_as_wide_as_a_sheet(opened, path, tmp_path):
+    page = opened(path, color_scheme="dark", viewport={"width": 1500, "height": 900})
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print", color_scheme="dark")
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 within its margins
+    assert page.locator(".plot .main-svg").count() >= len(CHARTS), "charts far down are drawn too"
+    assert max(ends(page, ".main-svg"), ends(page, "td")) <= 718
+    assert page.evaluate("document.documentElement.scrollWidth") == 718
+    assert not page.locator(".bar").is_visible()
+    assert page.evaluate("getComputedStyle(document.querySelector('.card')).backgroundColor") == "rgb(255, 255, 255)"
+    page.emulate_media(media="screen", color_scheme="dark")
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert page.evaluate("document.documentElement.hasAttribute('data-dark')")
+    assert len(page.pdf(path=tmp_path / "page.pdf", format="A4")) > 10_000
+
+
+def test_the_map_opens_on_a_run_that_corrects_and_names_worker_and_staleness(opened, folders, tmp_path):
+    page = opened(report(tmp_path / "page.html", folders[1], folders[0]))
+    draw(page)
+    assert page.get_by_label("charts of one run show").input_value() == "heloco-001"
+    assert page.locator("#chart-correction .of").inner_text() == "of heloco-001"
+    [texts] = traces(page, "correction", "trace.hovertext[0]")
+    lines = tape(folders[0])
+    assert all(
+        text.startswith(f"arrival {a['arrival']}, worker {a['worker']}, staleness {a['staleness']}<br>")
+        for text, a in zip(texts, lines, strict=True)
+    )
+
+
+def test_counts_have_whole_ticks_and_staleness_is_points(page, folders):
+    assert traces(page, "staleness", "trace.mode") == ["markers"] * 5
+    ticks = "[...document.querySelectorAll('#chart-{} .ytick text')].map(e => e.textContent)"
+    for name in ("staleness", "histogram"):
+        labels = page.evaluate(ticks.format(name))
+        assert labels and all(float(label.replace("−", "-")).is_integer() for label in labels), name
+    staleness = [list(values) for values in traces(page, "staleness", "trace.customdata")]
+    assert staleness == [[a["staleness"] for a in tape(folders[0]) if a["worker"] == worker] for worker in range(5)]
+
+
+def test_runs_with_equal_lines_are_both_seen(page):
+    """Both methods have one schedule: their tokens over time are the same line."""
+    assert traces(page, "traffic", "trace.line.dash") == ["solid", "7px,7px"] * 2
 
 
 def test_every_chart_has_words_a_table_and_a_csv(page, folders):
@@ -197,7 +263,7 @@ def test_every_chart_has_words_a_table_and_a_csv(page, folders):
     assert [row.split(",")[0] for row in rows] == [f"worker {i} ({i + 1} s)" for i in range(5)]
     csv_lines = page.evaluate("heloco.csv('scores')").splitlines()
     assert csv_lines[0] == "panel,line,x,loss (nats per token)"
-    assert len(csv_lines) == 1 + 6 * len(evals(folders[0]))
+    assert len(csv_lines) == 1 + 4 * len(evals(folders[0]))
 
 
 def test_nothing_offers_to_send_the_numbers_away(page):
@@ -234,7 +300,7 @@ def test_newer_data_can_be_given_and_choices_stay(opened, path):
         heloco.give({charts: [chart], notes: ["more <b>came</b>"]});
         return heloco.drawAll();
     }""")
-    assert traces(page, "scores", "trace.y.at(-1)") == [1.5] * 6
+    assert traces(page, "scores", "trace.y.at(-1)") == [1.5] * 4
     assert page.locator("#chart-scores select").input_value() == "bits per byte"
     assert page.locator("#notes").inner_text() == "more <b>came</b>"
     assert page.locator("section[id^=chart-]").count() == len(CHARTS)

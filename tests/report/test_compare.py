@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from heloco.report.compare import table_at
+from heloco.report.overview import marked, runs_table
+from heloco.report.page_data import page_data
 from heloco.report.run_reader import read_runs
 from support.runs import assert_refused, evals, heloco
 
@@ -72,14 +74,35 @@ def test_the_caption_says_how_far_apart_the_evaluations_are(folders):
     assert f"All are of {last_within(folders[0], 'units', 200)['units']:g} tokens." in same and "apart" not in same
 
 
-def test_the_best_of_each_column_is_marked(folders):
-    table = table_at(read_runs(folders), "units")
-    for column, name in enumerate(table.header[3:], 3):
+def test_the_best_of_each_column_is_marked_at_the_same_budget(folders):
+    budget = 384
+    assert [last_within(folder, "units", budget)["units"] for folder in folders] == [budget] * 2
+    table = table_at(read_runs(folders), "units", budget)
+    for column, name in enumerate(table.header[1:-2], 1):
         cells = [row[column] for row in table.rows]
         best = min(float(cell.text) for cell in cells)
         assert all((cell.tone == "best") == (float(cell.text) == best) for cell in cells), name
     alone = table_at(read_runs(folders[:1]), "units")
     assert not any(cell.tone for row in alone.rows for cell in row)
+
+
+def test_who_had_more_of_the_budget_is_not_the_best_by_that_alone(folders):
+    """fast was trained on 768 tokens and slow on 512: a lower loss of fast says nothing about its method."""
+    runs = read_runs(folders)
+    losses = [evals(folder)[-1]["mean"]["loss"] for folder in folders]
+    for table in (runs_table(runs), table_at(runs, "units", 768)):
+        tones = [row[table.header.index("loss")].tone for row in table.rows]
+        assert tones == ["", "best" if losses[1] < losses[0] else ""]
+    for spent, tones in (([[384.0], [512.0]], ["best", ""]), ([[512.0], [510.0]], ["best", ""]), ([[600.0], [512.0]], ["", ""])):
+        assert [cell.tone for cell in marked([{0: 5.0}, {0: 6.0}], "loss", spent)] == tones, spent
+    assert "It is not marked if it had more of the budget than another." in table_at(runs, "units").caption
+
+
+def test_a_page_compares_runs_of_unlike_budgets_at_equal_ones(folders):
+    titles = [table["title"] for table in page_data(read_runs(folders))["tables"]]
+    time_s = min(evals(folder)[-1]["time_s"] for folder in folders)
+    assert titles == ["Runs", "At 512 tokens", f"At {time_s:g} s of virtual time", "Settings that differ"]
+    assert [table["title"] for table in page_data(read_runs(folders[:1]))["tables"]] == ["Runs", "Settings"]
 
 
 def test_it_comes_as_a_table_and_as_markdown(folders):
@@ -88,7 +111,7 @@ def test_it_comes_as_a_table_and_as_markdown(folders):
     assert "★" in result.out and "fast" in result.out and "virtual time" in result.out
     markdown = heloco("compare", *folders, "--format", "markdown").out
     assert markdown.count("## At ") == 2
-    assert "| run | arrival | tokens | loss | bits per byte | " in markdown
+    assert "| run | loss | bits per byte | " in markdown and " | arrival | tokens |" in markdown
     assert "**" in markdown
 
 

@@ -25,6 +25,7 @@ from heloco.report.charts.figures import (
     method_of,
     staleness_colour,
     staleness_level,
+    striped,
     y_range,
 )
 
@@ -197,6 +198,30 @@ def test_a_late_rise_is_never_cut():
 def test_panels_of_one_measure_share_a_range_and_the_band_counts():
     low, high = y_range([Line("a", [0, 1], [1, 2], spread=[0.5, None])]), y_range([Line("a", [0, 1], [1, 2])])
     assert low.low < 0.5 < high.low
+
+
+def test_lines_on_each_other_are_drawn_in_turns(tmp_path):
+    same, near = falling(6.5), [y + 1e-4 for y in falling(6.5)]
+    lines = striped(
+        [Line("a", STEPS, same), Line("b", STEPS, falling(6.7)), Line("c", STEPS, near), Line("d", STEPS[:9], same[:9])]
+    )
+    assert [line.stripe for line in lines] == [(0, 3), None, (1, 3), (2, 3)]
+    assert not any(line.stripe for line in striped([Line("a", [0, 1], [1, 2]), Line("b", [0, 2], [1, 2])]))
+    empty = [Line(name, STEPS, [None] * 31) for name in "ab"]
+    assert not any(line.stripe for line in striped(empty))
+    svg = draw(one_panel(*lines), tmp_path)[0].read_text()
+    assert len(set(re.findall(r"stroke-dasharray: [\d. ,]+", svg))) >= 2
+
+
+def test_points_are_not_joined_and_counts_have_whole_ticks(tmp_path):
+    panel = Panel("", [Line("mla", [0, 1, 2, 3], [0, 1, 0, 2])], "seconds", "staleness", True, True, True)
+    words = texts(Figure("points", "", "", [panel]), tmp_path)
+    ticks = [word.replace("−", "-") for word in words if re.fullmatch(r"[-−]?\d+(\.\d+)?", word)]
+    assert ticks and not any("." in tick for tick in ticks if float(tick) not in (0.5, 1.5, 2.5))
+    svg = (tmp_path / "points.svg").read_text()
+    assert len(re.findall(rf"<use [^>]*fill: {METHOD_COLOURS['mla']}", svg)) >= 4
+    axis = y_range(panel.lines, True, True)
+    assert (axis.low, axis.high) == (-0.6, 2.6)
 
 
 def test_a_method_has_its_colour_under_every_name_that_begins_with_it():

@@ -1,8 +1,6 @@
 """What a run shows: its summary against the tape, its lines, its tables, its live display."""
 
 import itertools
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -21,6 +19,7 @@ from heloco.report.terminal import workers_table
 from heloco.report.wording import duration, number
 from support.nursery import Fault
 from support.runs import TINY, evals, heloco, tape
+from support.terminals import on_a_terminal, without_colours
 
 SETTINGS = {
     "heloco": ("--method", "heloco", "--paces", "1,2,3,4,5", "--arrivals", "20"),
@@ -174,31 +173,11 @@ def test_without_a_terminal_there_is_a_plain_line_per_evaluation(tmp_path):
     assert [line.split()[1] for line in printed_lines] == ["0/8", "3/8", "6/8", "8/8"]
 
 
-def on_a_terminal(*arguments: str | Path, columns: int = 110) -> tuple[int, str]:
-    """Runs `heloco` with a pseudo-terminal for its output; its exit code and all it drew."""
-    pid, terminal = pty.fork()
-    if not pid:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TERM": "xterm", "COLUMNS": str(columns), "LINES": "40"}
-        os.execve(sys.executable, [sys.executable, "-m", "heloco.cli", *map(str, arguments)], environment)
-    drawn = b""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:  # how Linux tells that the other end is closed
-            break
-        if not chunk:
-            break
-        drawn += chunk
-    _, status = os.waitpid(pid, 0)
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(status), drawn.decode()
-
-
 def test_on_a_terminal_a_live_display_shows_how_the_run_stands(tmp_path):
     code, drawn = on_a_terminal("train", *TINY, "--paces", "1,2,3,3,3", "--out", tmp_path / "run")
     assert code == 0
     assert "\x1b[" in drawn, "nothing was drawn"
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn).replace("\r", "")
+    plain = without_colours(drawn)
     frames = plain.split("╭─ heloco-ramp ")[1:]
     assert len(frames) > 1
     assert "0/8 arrivals" in frames[0]

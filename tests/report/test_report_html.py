@@ -54,11 +54,13 @@ def page_json(html: str) -> dict:
 # ---- the numbers
 
 
-def test_scores_are_the_evaluations_over_steps_time_and_tokens(runs, folders):
+def test_scores_are_the_evaluations_over_tokens_and_time_and_over_steps_on_demand(runs, folders):
     chart = curves.scores(runs)
-    assert [view.label for view in chart.views] == ["loss", "bits per byte"]
-    for view, measure in zip(chart.views, ("loss", "bits_per_byte"), strict=True):
-        for panel, x in zip(view.content.panels, ("outer_step", "time_s", "units"), strict=True):
+    labels = ["loss", "bits per byte", "loss over outer steps", "bits per byte over outer steps"]
+    assert [view.label for view in chart.views] == labels
+    axes = [("units", "time_s")] * 2 + [("outer_step",)] * 2
+    for view, measure, columns in zip(chart.views, ("loss", "bits_per_byte") * 2, axes, strict=True):
+        for panel, x in zip(view.content.panels, columns, strict=True):
             assert [line.label for line in panel.lines] == ["heloco-001", "mla-001"]
             for line, folder in zip(panel.lines, folders, strict=True):
                 assert list(line.x) == [e[x] for e in evals(folder)]
@@ -69,9 +71,9 @@ def test_every_source_has_its_panel(runs, folders):
     chart = curves.sources(runs)
     names = list(evals(folders[0])[0]["scores"])
     assert [view.label for view in chart.views] == [
-        f"{measure} over {x}" for measure in ("loss", "bits per byte") for x in ("outer step", "virtual time (s)")
+        f"{measure} over {x}" for measure in ("loss", "bits per byte") for x in ("tokens", "virtual time (s)", "outer step")
     ]
-    for panel, name in zip(chart.views[3].content.panels, names, strict=True):
+    for panel, name in zip(chart.views[4].content.panels, names, strict=True):
         for line, folder in zip(panel.lines, folders, strict=True):
             assert list(line.x) == [e["time_s"] for e in evals(folder)]
             assert list(line.y) == [e["scores"][name]["bits_per_byte"] for e in evals(folder)]
@@ -79,10 +81,11 @@ def test_every_source_has_its_panel(runs, folders):
 
 def test_norms_are_those_of_all_blocks(runs, folders):
     names = ("pseudo_gradient_norm", "momentum_norm", "movement")
-    for panel, name in zip(curves.norms(runs).views[0].content.panels, names, strict=True):
-        for line, folder in zip(panel.lines, folders, strict=True):
-            assert list(line.x) == [a["outer_step"] for a in tape(folder)]
-            assert list(line.y) == pytest.approx([math.hypot(*a["blocks"][name]) for a in tape(folder)])
+    for view, x in zip(curves.norms(runs).views, ("time_s", "outer_step"), strict=True):
+        for panel, name in zip(view.content.panels, names, strict=True):
+            for line, folder in zip(panel.lines, folders, strict=True):
+                assert list(line.x) == [a[x] for a in tape(folder)]
+                assert list(line.y) == pytest.approx([math.hypot(*a["blocks"][name]) for a in tape(folder)])
 
 
 def test_tokens_add_up_and_each_round_moves_two_models(runs, folders):
@@ -132,10 +135,12 @@ def test_the_map_has_every_block_of_every_arrival(runs, folders):
         assert heat.case[block] == "".join(a["blocks"]["case"][block] for a in lines)
         cosines = [None if cosine is None else float(f"{cosine:.6g}") for cosine in heat.cosine[block]]
         assert cosines == [a["blocks"]["cosine"][block] for a in lines]
+    assert heat.about == [f"arrival {a['arrival']}, worker {a['worker']}, staleness {a['staleness']}" for a in lines]
 
 
 def test_tables_name_the_runs_and_what_differs(runs, folders):
     table = overview.runs_table(runs)
+    assert table.header[:3] == ["run", "loss", "bits per byte"], "scores stand first"
     assert [row[0].text for row in table.rows] == ["heloco-001", "mla-001"]
     losses = [evals(folder)[-1]["mean"]["loss"] for folder in folders]
     column = table.header.index("loss")
@@ -174,6 +179,9 @@ def test_a_thinned_line_keeps_its_ends_its_lowest_and_its_highest(values, limit)
 def test_a_thinned_map_has_means_and_most_frequent_cases(runs, folders):
     heat = correction_map.heat_of(runs[0], cells=5 * len(runs[0].facts.blocks)).content
     assert isinstance(heat, Heat)
+    workers, stale = ({a[name] for a in tape(folders[0])[4:8]} for name in ("worker", "staleness"))
+    names = ", ".join(map(str, sorted(workers)))
+    assert heat.about[1] == f"arrivals 5 to 8, workers {names}, staleness {min(stale)} to {max(stale)}"
     assert heat.columns == [(1, 4), (5, 8), (9, 12), (13, 16), (17, 20)]
     part = tape(folders[0])[4:8]
     assert heat.cosine[0][1] == pytest.approx(sum(a["blocks"]["cosine"][0] for a in part) / 4, rel=1e-5)
@@ -325,7 +333,7 @@ def test_a_run_that_has_only_begun_can_be_drawn_alone_and_beside_another(tmp_pat
     assert data["notes"] == ["begun stands at arrival 0 of 20."]
     assert [view["label"] for view in data["charts"][-1]["views"]] == ["mla-001"]
     table = overview.runs_table(read_runs([folder, folder.parent / "begun", folders[0]]))
-    assert [row[3].text for row in table.rows] == ["0 of 20", "20"]
+    assert [row[table.header.index("arrivals")].text for row in table.rows] == ["0 of 20", "20"]
 
 
 def test_a_barrier_dropping_and_many_workers_can_be_drawn(tmp_path):

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from heloco.report.charts.drawing import draw
-from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.figures import (
+    METHOD_COLOURS,
+    OTHER_COLOURS,
+    PAPER_COLOUR,
+    STALENESS_COLOURS,
+    Figure,
+    Line,
+    Panel,
+)
+from heloco.report.dark_figures import DARK_INK, DARK_PAPER, luminance, on_dark
 from heloco.report.page_writer import Text, are_numbers, render_study
 from heloco.report.table_data import Cell, TableData
 
@@ -134,7 +143,7 @@ def test_a_table_has_all_its_cells_with_their_headings(html, page):
 
 
 def test_colour_is_never_alone_in_saying_what_is_best_or_worst(html, page):
-    assert '<td class="number best"><b>6.98</b>' in html
+    assert '<td data-label="heloco" class="number best"><b>6.98</b>' in html
     marks = [a for a in page.all("span") if a.get("class") == "mark"]
     assert [mark["aria-label"] for mark in marks] == ["worst", "good", "bad"]
     assert "✗ worst · ▲ better · ▼ worse" in html
@@ -156,6 +165,38 @@ def test_a_figure_that_was_not_drawn_says_what_is_missing(page):
 def test_both_colour_schemes_print_and_narrow_screens_are_provided_for(html):
     for rule in ("prefers-color-scheme: dark", "@media print", "@media (max-width", "overflow-x: auto"):
         assert rule in html
+
+
+def test_markdown_is_rendered_and_its_markup_is_text(tmp_path):
+    about = "Run `heloco study` with **care**, see [the page](#part-1).\n\n- one\n- two <b>three</b>\n\n![x](http://a/b.png)"
+    table = TableData("T", ["a", "b"], [[Cell("`a`"), Cell("1")]], "Losses of `mla` *here*, not of c_ok_x.")
+    html = render_study("S", [Text("", [about], is_markdown=True), Text("", ["Plain *text*."]), table], tmp_path)
+    page = Page(html)
+    assert page.texts_of("code") == ["heloco study", "mla"] and page.texts_of("strong") == ["care"]
+    assert page.texts_of("em") == ["here"] and {"href": "#part-1"} in page.all("a")
+    assert page.texts_of("li") == ["one", "two <b>three</b>"] and not page.all("b") and not page.all("img")
+    assert "Plain *text*." in page.texts_of("p"), "what is computed is no Markdown"
+    assert "`a`" in page.texts_of("th") and "not of c_ok_x." in html
+
+
+def test_every_colour_of_a_drawing_has_another_one_on_a_dark_page(html, page):
+    styles = [a["style"] for _, a in page.tags if a.get("style") and ("fill" in a["style"] or "stroke" in a["style"])]
+    colours = {colour for style in styles for colour in re.findall(r"#[0-9a-f]{6}", style)}
+    assert METHOD_COLOURS["mla"] in colours and "#ffffff" in colours
+    for style in styles:
+        assert all(f"var(--ink-{colour[1:]}, {colour})" in style for colour in re.findall(r"#[0-9a-f]{6}", style))
+    [rules] = re.findall(r"@media screen and \(prefers-color-scheme: dark\) { :root { (.*?) } }", html)
+    dark = dict(re.findall(r"--ink-([0-9a-f]{6}): (#[0-9a-f]{6});", rules))
+    assert {f"#{colour}" for colour in dark} == colours
+    assert (dark["ffffff"], on_dark("#000000")) == (DARK_PAPER, DARK_INK)
+
+
+def test_lines_stand_out_on_a_dark_page_and_light_ones_keep_their_colour():
+    paper = luminance(DARK_PAPER)
+    for colour in (*METHOD_COLOURS.values(), *OTHER_COLOURS, *STALENESS_COLOURS, PAPER_COLOUR, "#444444", "#666666"):
+        assert (luminance(on_dark(colour)) + 0.05) / (paper + 0.05) > 3.2, colour
+    assert on_dark(METHOD_COLOURS["async-nesterov"]) == METHOD_COLOURS["async-nesterov"]
+    assert luminance(on_dark("#e4e4e4")) < 0.05, "the grid stays in the background"
 
 
 def test_the_contents_link_to_every_part_and_a_short_page_has_none(page, tmp_path):

@@ -94,7 +94,7 @@ def cells(table: Any) -> dict[str, dict[str, str]]:
 def test_who_contributed_lately_is_drawn_against_how_many_must(run: Run, folder: Path) -> None:
     chart = machine_charts.participation([run])
     assert chart is not None
-    by_arrival, by_time, parts = chart.views[0].content.panels
+    by_time, by_arrival, parts = chart.views[0].content.panels
     lines = tape(folder)
     names = [line["machine"].partition("#")[0] for line in lines]
     lately = [names[max(0, i - WINDOW + 1) : i + 1] for i in range(len(names))]
@@ -146,7 +146,7 @@ def test_pauses_are_told_with_their_reasons(run: Run, folder: Path) -> None:
     assert rows[-1] == ["0:08", "12", "30.0 s", reason] and all(row[-1] == reason for row in rows)
     chart = machine_charts.participation([run])
     assert chart is not None
-    [paused] = [line for line in chart.views[0].content.panels[1].lines if line.label == "paused"]
+    [paused] = [line for line in chart.views[0].content.panels[0].lines if line.label == "paused"]
     events = [event for event, _ in read_events(folder / "journal")]
     assert list(paused.x[0::3]) == [event.time_s for event in events if isinstance(event, Pause)]
     assert list(paused.x[1::3]) == [event.time_s for event in events if isinstance(event, Resume)]
@@ -218,7 +218,7 @@ def test_paces_are_measured_and_time_is_real(run: Run, folder: Path) -> None:
     assert "as measured" in str(table.caption)
     data = page_data([run])
     page_text = json.dumps(data)
-    assert "virtual" not in page_text and "real time (s)" in page_text and data["tables"][0]["header"][4] == "real time"
+    assert "virtual" not in page_text and "real time (s)" in page_text and "real time" in data["tables"][0]["header"]
     assert " by quick" in worker_charts.timeline([run]).views[0].content.hover[0]
 
 

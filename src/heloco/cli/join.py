@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +148,7 @@ def end_with_stdin() -> None:
 def status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from heloco.cli.prose import terminal_width, wrap_line
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
 
@@ -160,8 +160,8 @@ def status(arguments: argparse.Namespace) -> int:
         print(json.dumps(to_plain(run_status)))
         return 0
     for line in status_lines(run_status):
-        print(line)
-    Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machines_table(run_status))
+        print(wrap_line(line))
+    Console(width=terminal_width() or PIPE_COLUMNS).print(machines_table(run_status))
     return 0
 
 
@@ -186,10 +186,12 @@ def print_state(state: "RunState") -> None:
     """Prints the state of a run that was read from its folder."""
     from rich.console import Console
 
+    from heloco.cli.prose import terminal_width, wrap_line
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.state_terminal import machine_states_table, state_line
 
-    print(f"{state.name}: {state_line(state)}.")
+    print(wrap_line(f"{state.name}: {state_line(state)}."))
     if state.goes_on:
-        print(f"`{state.goes_on}` goes on with it.")
+        print(wrap_line(f"`{state.goes_on}` goes on with it."))
     if state.machines:
-        Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(machine_states_table(state))
+        Console(width=terminal_width() or PIPE_COLUMNS).print(FittedTable(machine_states_table(state)))

@@ -308,6 +308,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
     from heloco.engine.build import check_model, load_model, pick_device
     from heloco.records.json_numbers import finite_measures
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.terminal import scores_table
     from heloco.run import RunFolder
     from heloco.task import mean_scores
@@ -326,7 +327,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"arrival": state.arrival, "mean": mean, "scores": per_source}, indent=1))
     else:
-        Console().print(scores_table(mean, per_source))
+        Console().print(FittedTable(scores_table(mean, per_source)))
     return 0
 
 
@@ -360,6 +361,7 @@ def schedule(arguments: argparse.Namespace) -> int:
 
     from heloco.engine.schedule import planned_arrivals, summarize
     from heloco.policy import inner_steps
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.terminal import schedule_table
     from heloco.run import RunConfig, resolve, with_fields
     from heloco.run.config import Settings
@@ -380,5 +382,5 @@ def schedule(arguments: argparse.Namespace) -> int:
         return 0
     for at_s, arrival in arrivals:
         print(f"{at_s:>12g} s  worker {arrival.worker}  version {arrival.version}  staleness {arrival.staleness}")
-    Console().print(schedule_table(time_s, shares, rounds.paces))
+    Console().print(FittedTable(schedule_table(time_s, shares, rounds.paces)))
     return 0

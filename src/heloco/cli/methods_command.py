@@ -6,6 +6,10 @@ import sys
 from typing import Any
 
 from heloco.cli.flags import Parser, flag_of, format_value
+from heloco.cli.prose import wrap_line
+
+INDENT = 8
+"""Where the further lines of a long one begin."""
 
 
 def add_methods_flags(parser: Parser) -> None:
@@ -38,8 +42,11 @@ def methods(arguments: argparse.Namespace) -> int:
         return 0
     for method in descriptions:
         knobs = " ".join(f"{flag_of(name)} {format_value(value)}" for name, value in method["settings"].items())
-        print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
         weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
-        print(f"    ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}\n")
-    print(WHAT_TO_USE)
+        print(method["name"])
+        for line in (method["about"], method["equation"], f"ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}"):
+            print(wrap_line(f"    {line}", INDENT))
+        print()
+    for line in WHAT_TO_USE.splitlines():
+        print(wrap_line(line, INDENT))
     return 0

@@ -6,10 +6,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from heloco.cli.flags import Parser
+from heloco.cli.prose import wrap_line
 from heloco.errors import UserError
 
 if TYPE_CHECKING:
     from heloco.engine.site_plan import Rehearsal, SitePlan
+
+
+INDENT = 14
+"""Where the texts stand, after their names."""
 
 
 def add_plan_flags(parser: Parser) -> None:
@@ -46,7 +51,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_numbers(site_plan) | ({"simulated": asdict(rehearsal)} if rehearsal else {})))
     else:
-        print("\n".join(as_lines(site_plan, rehearsal)))
+        print("\n".join(wrap_line(line, INDENT) for line in as_lines(site_plan, rehearsal)))
     return 0
 
 

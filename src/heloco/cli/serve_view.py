@@ -23,6 +23,7 @@ from heloco.records.machine_ids import name_of
 from heloco.records.run_facts import RunFacts, read_facts
 from heloco.records.run_files import CONFIG, EVALS, META, TAPE
 from heloco.records.tape import ArrivalRecord
+from heloco.report.fitted_table import FittedTable
 from heloco.report.run_state import LABELS
 from heloco.report.summary import read_summary
 from heloco.report.terminal import tables
@@ -216,15 +217,14 @@ def machines_table(status: Status) -> RenderableType:
     pause_line = [Text(f"paused: {status.paused.text}", "yellow")] if status.paused else []
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("machine", "worker", "doing", "pace", "arrivals", "share", "stale", "per min", "heard of"):
-        is_left = name in ("machine", "doing")
-        table.add_column(name, justify="left" if is_left else "right", no_wrap=not is_left, overflow="ellipsis")
+        table.add_column(name, justify="left" if name in ("machine", "doing") else "right")
     names = [m.name for m in status.machines]
     for machine in status.machines:
         table.add_row(*map(Text, _machine_cells(machine, is_unique=names.count(machine.name) == 1)))
     caption = f"share, mean staleness and arrivals per minute: over the last {window} arrivals"
     parts: list[RenderableType] = [*pause_line, title]
     if status.machines:
-        parts += [table, *([Text(caption, "dim")] if window else [])]
+        parts += [FittedTable(table), *([Text(caption, "dim")] if window else [])]
     return Group(*parts)
 
 

@@ -34,13 +34,14 @@ def add_study_flags(parser: Parser) -> None:
 
 def study(arguments: argparse.Namespace) -> int:
     from heloco.engine.build import pick_device
+    from heloco.report.fitted_table import FittedTable
     from heloco.report.table_text import wide_console
     from heloco.study.display import list_table
     from heloco.study.output import Folder
     from heloco.study.spec import SCALES, find_study
 
     if arguments.list:
-        wide_console().print(list_table())
+        wide_console().print(FittedTable(list_table()))
         return 0
     if arguments.study is None:
         raise UserError("Name a study, e.g. `heloco study table1 --scale small`; `heloco study --list` describes them.")

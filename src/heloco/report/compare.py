@@ -6,7 +6,7 @@ from typing import Literal
 from heloco.errors import UserError
 from heloco.records.evaluations import EvaluationRecord
 from heloco.report.charts.curves import measures_of, score_of, time_label
-from heloco.report.overview import NOISE, marked, span_in_words
+from heloco.report.overview import NOISE, SLACK, marked, span_in_words
 from heloco.report.run_groups import group_runs, has_seeds
 from heloco.report.run_reader import Run
 from heloco.report.table_data import Cell, TableData
@@ -28,6 +28,20 @@ def tables_at(runs: Sequence[Run], *, units: float | None = None, time_s: float 
     return [table_at(runs, "units", units), table_at(runs, "time_s", time_s)]
 
 
+def tables_of_budgets(runs: Sequence[Run]) -> list[TableData]:
+    """For a page: a table for each budget of which the runs had not the same, so that their last scores do not compare."""
+    tables: list[TableData] = []
+    if len(group_runs(runs)) < 2 or not all(run.evals for run in runs):
+        return tables
+    budgets: list[Budget] = ["units", "time_s"] if len({run.facts.is_real for run in runs}) == 1 else ["units"]
+    for budget in budgets:
+        ends = [float(getattr(run.evals[-1], budget)) for run in runs]
+        first = max(float(getattr(run.evals[0], budget)) for run in runs)
+        if max(ends) > min(ends) * (1 + SLACK) and min(ends) > 0 and min(ends) >= first:
+            tables.append(table_at(runs, budget))
+    return tables
+
+
 def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) -> TableData:
     """Each run by its last evaluation within the budget. Nothing is interpolated, and the caption says how far the evaluations
     are apart."""
@@ -39,26 +53,28 @@ def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) ->
     rows = [[records[run.path] for run in group.runs] for group in groups]
     measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records.values())]
     sources = list(dict.fromkeys(source for record in records.values() for source in record.scores))
-    header = ["run", *(["seeds"] if has_seeds(groups) else []), "arrival", "at" if budget == "time_s" else unit]
-    columns = [[Cell(group.name) for group in groups]]
-    columns += [[Cell(str(len(group.runs))) for group in groups]] if has_seeds(groups) else []
-    columns.append([Cell(span_in_words([record.arrival for record in row])) for row in rows])
-    if budget == "time_s":
-        columns.append([Cell(f"{span_in_words([float(f'{record.time_s:.6g}') for record in row])} s") for row in rows])
-    else:
-        columns.append([Cell(span_in_words([record.units for record in row])) for row in rows])
+    header, columns = ["run"], [[Cell(group.name) for group in groups]]
+    spent = [[float(getattr(record, budget)) for record in row] for row in rows]
 
     def add(name: str, measure: str, value: Callable[[EvaluationRecord], float | None]) -> None:
         header.append(name)
         values = [dict(zip(group.seeds, map(value, row), strict=True)) for group, row in zip(groups, rows, strict=True)]
-        columns.append(marked(values, measure))
+        columns.append(marked(values, measure, spent))
 
     for measure in measures:
         add(MEASURES.get(measure, measure), measure, score_of(measure))
     for source in sources if "loss" in measures else ():
         add(source, "loss", score_of("loss", source))
+    header += [*(["seeds"] if has_seeds(groups) else []), "arrival", "at" if budget == "time_s" else unit]
+    columns += [[Cell(str(len(group.runs))) for group in groups]] if has_seeds(groups) else []
+    columns.append([Cell(span_in_words([record.arrival for record in row])) for row in rows])
+    if budget == "time_s":
+        columns.append([Cell(f"{span_in_words([float(f'{at:.6g}') for at in row])} s") for row in spent])
+    else:
+        columns.append([Cell(span_in_words([record.units for record in row])) for row in rows])
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. "
     caption += NOISE if has_seeds(groups) else "The best is marked."
+    caption += " It is not marked if it had more of the budget than another." if len(groups) > 1 else ""
     caption += _spread_in_words([getattr(record, budget) for record in records.values()], limit, unit)
     short = [run.name for run, end in zip(runs, reached, strict=True) if end < limit]
     caption += f" Ended before the budget: {', '.join(short)}." if short else ""

@@ -23,41 +23,48 @@ NOISE = (
     "Mean ± sample standard deviation over seeds. The best is marked only if it differs from every other by more than the "
     "standard deviation of their difference, which is taken seed by seed where the seeds are the same."
 )
+SLACK = 0.01
+"""Runs that were given the same budget but for this part of it are compared as if it were the same."""
 LESS_IS_BETTER = {"accuracy": False}
 """Whether less is better, for each measure that is not like a loss. Less is better for all others."""
 
 
 def runs_table(runs: Sequence[Run]) -> TableData:
-    """Where each run stands; the best of each measure is marked if there are others. Seeds are one row."""
+    """Where each run stands, its scores first. Seeds are one row. The best of each measure is marked if there are others, and if
+    it was trained on no more than they were."""
     measures, groups = measures_of(runs), group_runs(runs)
     time = time_label(runs).removesuffix(" (s)")
-    header = ["run", "method", "paces (s)", "arrivals", time, runs[0].facts.unit, "mean staleness"]
-    rows = [_facts_row(group) for group in groups]
-    if has_seeds(groups):
-        header.insert(1, "seeds")
-        for group, row in zip(groups, rows, strict=True):
-            row.insert(1, Cell(str(len(group.runs)), ", ".join(map(str, group.seeds))))
+    unit = runs[0].facts.unit
+    header = ["run", *(MEASURES.get(m, m) for m in measures), *(["seeds"] if has_seeds(groups) else [])]
+    header += ["method", "paces (s)", "arrivals", time, unit, "mean staleness"]
+    spent = [[float(run.evals[-1].units) for run in group.runs if run.evals] for group in groups]
+    columns = [[Cell(group.name) for group in groups]]
     for measure in measures:
         last = [{seed_of(run): run.evals[-1].mean.get(measure) if run.evals else None for run in group.runs} for group in groups]
-        for row, cell in zip(rows, marked(last, measure), strict=True):
-            row.append(cell)
+        columns.append(marked(last, measure, spent))
+    if has_seeds(groups):
+        columns.append([Cell(str(len(group.runs)), ", ".join(map(str, group.seeds))) for group in groups])
+    rows = [[*first, *_facts(group)] for first, group in zip(zip(*columns, strict=True), groups, strict=True)]
     caption = ["Scores are those of the last evaluation."] if measures else []
     caption += [NOISE] if has_seeds(groups) else []
+    if measures and len(groups) > 1:
+        caption.append(f"A best one is marked only if it was trained on no more {unit} than the others.")
     if any(run.facts.is_real for run in runs):
         caption.append(
             "Paces of real machines are measured: seconds per inner step from handing out to arrival, transfers included. Real "
             "time is the run's own, which stands still while its synchronizer is down."
         )
-    return TableData("Runs", [*header, *(MEASURES.get(m, m) for m in measures)], rows, " ".join(caption))
+    return TableData("Runs", header, rows, " ".join(caption))
 
 
-def _facts_row(group: RunGroup) -> list[Cell]:
+def _facts(group: RunGroup) -> list[Cell]:
+    """The method of a group's runs, and how far they are."""
     summaries = [run.summary for run in group.runs]
     planned = group.runs[0].planned
     arrivals = span_in_words([s.arrivals for s in summaries])
     goal = f" of {planned:,}" if any(s.arrivals != planned for s in summaries) else ""
     stale = [sum(worker.staleness_sum for worker in s.workers) / s.arrivals for s in summaries if s.arrivals]
-    facts = [group.name, group.method, _paces(group.runs[0]), f"{arrivals}{goal}", duration(max(s.time_s for s in summaries))]
+    facts = [group.method, _paces(group.runs[0]), f"{arrivals}{goal}", duration(max(s.time_s for s in summaries))]
     staleness = number(seed_mean(stale).mean, 2)
     return [Cell(text) for text in (*facts, span_in_words([s.units for s in summaries]), staleness)]
 
@@ -75,11 +82,12 @@ def _paces(run: Run) -> str:
     return paces_in_words([float(f"{pace:.2g}") for pace in measured]) if measured else "–"
 
 
-def marked(groups: Sequence[SeedValues], measure: str, digits: int = 3) -> list[Cell]:
+def marked(groups: Sequence[SeedValues], measure: str, spent: Sequence[Sequence[float]] = (), digits: int = 3) -> list[Cell]:
     """The cells of a measure of several groups of runs: a mean, with its spread where there are seeds. The best is marked.
 
     Where there are no seeds, all that look like the best are marked, unless all look the same. Where there are, the best is
-    marked if it differs from every other by more than noise."""
+    marked if it differs from every other by more than noise. `spent`: how much of the budget each run of a group had; a best
+    one that had more than another is not marked, because it may be the best by that alone."""
     means = [seed_mean(list(values.values())) for values in groups]
     texts = [number(each.mean, digits) + ("" if each.spread is None else f" ± {each.spread:.{digits}f}") for each in means]
     indices = [i for i, each in enumerate(means) if each.mean is not None]
@@ -92,11 +100,14 @@ def marked(groups: Sequence[SeedValues], measure: str, digits: int = 3) -> list[
         best_texts = {texts[best]} if best is not None and is_clear else set()
     else:
         best_texts = {texts[best]} if best is not None and len({texts[i] for i in indices}) > 1 else set()
+    spent = spent or [()] * len(groups)
+    smallest = min((value for i in indices for value in spent[i]), default=0.0)
     cells = []
-    for values, text in zip(groups, texts, strict=True):
+    for values, text, budgets in zip(groups, texts, spent, strict=True):
         count = len(finite_numbers(list(values.values())))
         partial = f" ({count} of {len(values)} seeds)" if 0 < count < len(values) else ""
-        cells.append(Cell(text + partial, tone="best" if text in best_texts else ""))
+        has_more = max(budgets, default=0.0) > smallest + SLACK * abs(smallest)
+        cells.append(Cell(text + partial, tone="best" if text in best_texts and not has_more else ""))
     return cells
 
 

@@ -10,10 +10,12 @@ from heloco.report import overview
 from heloco.report.charts import correction_map, curves, machine_charts, worker_charts
 from heloco.report.charts.chart import Bars, Chart, Content, Heat, Spans, View, run_colours
 from heloco.report.charts.figures import Figure, Panel, describe_figure, y_ranges
+from heloco.report.compare import tables_of_budgets
 from heloco.report.machine_tables import machine_tables
 from heloco.report.page_writer import render_report
 from heloco.report.run_groups import group_runs
 from heloco.report.run_reader import Run
+from heloco.report.table_data import TableData
 
 
 def charts_of(runs: Sequence[Run]) -> list[Chart]:
@@ -44,9 +46,20 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
         "notes": overview.notes(runs),
         "runs": [{"name": group.name, "method": group.method, "colour": colour, "dashed": dashed}
                  for group, (colour, dashed) in zip(groups, run_colours(groups), strict=True)],
-        "tables": [asdict(table) for table in (overview.runs_table(runs), *machine_tables(runs), overview.settings_table(runs))],
+        "run": opening_run(runs),
+        "tables": [asdict(table) for table in tables_of(runs)],
         "charts": [_chart(chart) for chart in charts_of(runs)],
     }  # fmt: skip
+
+
+def tables_of(runs: Sequence[Run]) -> list[TableData]:
+    """In the order of the page; the settings are the last."""
+    return [overview.runs_table(runs), *tables_of_budgets(runs), *machine_tables(runs), overview.settings_table(runs)]
+
+
+def opening_run(runs: Sequence[Run]) -> str:
+    """The run that charts of one run show first: the first that corrects, because the map of the others has nothing to show."""
+    return next((run for run in runs if correction_map.corrects(run)), runs[0]).name
 
 
 def _chart(chart: Chart) -> dict[str, Any]:
@@ -72,11 +85,13 @@ def _content(content: Content) -> tuple[str, dict[str, Any]]:
 
 def _panel(panel: Panel, low: float, high: float) -> dict[str, Any]:
     lines = [_short({"label": line.kind[0], "x": list(line.x), "y": list(line.y), "colour": line.colour, "dashed": line.dashed}
-                    | ({} if line.spread is None else {"spread": list(line.spread)}))
+                    | ({} if line.spread is None else {"spread": list(line.spread)})
+                    | ({} if line.stripe is None else {"stripe": list(line.stripe)}))
              for line in panel.lines]  # fmt: skip
     has_values = any(line.last() is not None for line in panel.lines)
     return {"title": panel.title, "x_label": panel.x_label, "y_label": panel.y_label,
-            "range": [low, high] if has_values else None, "lines": lines}  # fmt: skip
+            "range": [low, high] if has_values else None, "counts": panel.counts, "points": panel.points,
+            "lines": lines}  # fmt: skip
 
 
 def _short(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from heloco.errors import UserError
 from heloco.report.charts.figures import Figure, caption_of, describe_figure
+from heloco.report.dark_figures import dark_rules, with_variables
 from heloco.report.table_data import TableData, Tone
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -32,16 +33,19 @@ class Text:
 
     title: str
     paragraphs: list[str]
+    is_markdown: bool = False
+    """Whether the paragraphs are Markdown. They are plain text otherwise."""
 
 
 Block = TableData | Figure | Text
 
 
-def _render(template: str, *styles: str, **values: Any) -> str:
+def _render(template: str, *styles: str, rules: str = "", **values: Any) -> str:
+    """The page of a template. `styles`: the files of its style sheets; `rules`: what comes after them."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template(template).render(style="".join(map(_read, styles)), **values) + "\n"
+    return environment.get_template(template).render(style="".join(map(_read, styles)) + rules, **values) + "\n"
 
 
 def _read(name: str) -> str:
@@ -86,14 +90,20 @@ def render_waiting(reason: str) -> str:
 
 
 def render_study(title: str, blocks: Sequence[Block], folder: Path) -> str:
-    """Tables, figures and text as one document. Figures are taken from the SVG files that `draw` wrote into the folder."""
+    """Tables, figures and text as one document. Figures are taken from the SVG files that `draw` wrote into the folder. Captions
+    are Markdown."""
+    from markdown_it import MarkdownIt
 
-    def inline_drawing(i: int, figure: Figure) -> str:
-        path = folder / f"{figure.name}.svg"
-        return _inline_drawing(i, figure, path) if path.exists() else ""
-
-    helpers = {"alignment_of": _alignment_of, "key_of": _key_of, "inline_drawing": inline_drawing, "caption_of": caption_of}
-    return _render("study.html", "study.css", title=title, blocks=list(blocks), marks=MARKS, **helpers)
+    markdown = MarkdownIt("commonmark", {"html": False}).disable("image")  # markup is shown as it is, and nothing is fetched
+    figures = {i: block for i, block in enumerate(blocks, start=1) if isinstance(block, Figure)}
+    paths = {i: folder / f"{figure.name}.svg" for i, figure in figures.items()}
+    drawings = {i: _inline_drawing(i, figures[i], path) for i, path in paths.items() if path.exists()}
+    helpers = {
+        "alignment_of": _alignment_of, "key_of": _key_of, "drawings": drawings, "caption_of": caption_of,
+        "markdown": markdown.render, "inline_markdown": markdown.renderInline,
+    }  # fmt: skip
+    rules = dark_rules(drawings.values())
+    return _render("study.html", "study.css", rules=rules, title=title, blocks=list(blocks), marks=MARKS, **helpers)
 
 
 def _key_of(table: TableData) -> str:
@@ -122,6 +132,7 @@ def _inline_drawing(i: int, figure: Figure, path: Path) -> str:
     for element in ("title", "metadata", "style"):
         drawing = re.sub(rf"\s*<{element}\b.*?</{element}>", "", drawing, flags=re.DOTALL)
     drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r'(\bid="|href="#|url\(#)', rf"\1f{i}-", tag[0]), drawing)
+    drawing = re.sub(r"<[^>]*>", lambda tag: re.sub(r'style="[^"]*"', lambda style: with_variables(style[0]), tag[0]), drawing)
     box = re.search(r'viewBox="0 0 ([\d.]+) [\d.]+"', opening)
     assert box, path
     width_px = 4 / 3 * float(box[1])  # on a narrow screen it scrolls before its letters become too small

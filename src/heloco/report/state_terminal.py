@@ -12,8 +12,8 @@ from heloco.report.terminal import Progress
 from heloco.report.wording import duration
 
 STYLES: dict[StateKind, str] = {
-    "going": "bold green", "paused": "bold yellow", "silent": "bold red", "finished": "bold green", "stopped": "bold yellow",
-    "gave-up": "bold red", "failed": "bold red",
+    "going": "bold green", "paused": "bold yellow", "silent": "bold red", "suspended": "bold yellow",
+    "finished": "bold green", "stopped": "bold yellow", "gave-up": "bold red", "failed": "bold red",
 }  # fmt: skip
 PRESENCE: dict[Presence, str] = {"here": "here", "away": "not back yet", "gone": "gone", "unknown": "not known"}
 

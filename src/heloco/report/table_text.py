@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -9,6 +10,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from heloco.report.fitted_table import FittedTable
 from heloco.report.table_data import Cell, TableData
 
 WIDE = 170
@@ -18,12 +20,12 @@ STYLES = {"best": "bold green", "worst": "red", "good": "green", "bad": "red", "
 
 
 def wide_console() -> Console:
-    """A console for tables: as wide as the terminal, or `WIDE` columns if the output is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=WIDE)
+    """A console for tables: as wide as the terminal, or as COLUMNS says. If the output is no terminal, `WIDE` columns."""
+    return Console() if sys.stdout.isatty() or os.environ.get("COLUMNS") else Console(width=WIDE)
 
 
 def in_terminal(data: TableData) -> Group:
-    """The table for a terminal: the best values green and starred, notes under the numbers."""
+    """The table for a terminal: the best values green and starred, notes under the numbers. What is too wide stands below."""
     table = Table()
     for i, name in enumerate(data.header):
         table.add_column(Text(name), justify="left" if i == 0 else "right")
@@ -31,7 +33,7 @@ def in_terminal(data: TableData) -> Group:
         table.add_row(
             *(Text(_starred(cell), STYLES[cell.tone]) + Text(f"\n{cell.note}" * bool(cell.note), "dim") for cell in row)
         )
-    return Group(Text(f"\n{data.title}", "bold"), table, Text(data.caption, "dim"))
+    return Group(Text(f"\n{data.title}", "bold"), FittedTable(table), Text(data.caption, "dim"))
 
 
 def _starred(cell: Cell) -> str:

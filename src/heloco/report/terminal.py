@@ -15,6 +15,7 @@ from rich.text import Text
 from heloco.records.evaluations import EvaluationRecord, Measures
 from heloco.records.run_facts import RunFacts
 from heloco.records.tape import ArrivalRecord
+from heloco.report.fitted_table import FittedTable
 from heloco.report.run_reader import Milestone
 from heloco.report.summary import RunSummary, WorkerSummary
 from heloco.report.wording import MEASURES, duration, number
@@ -101,7 +102,7 @@ class Progress:
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
         bar.add_row(ProgressBar(self.arrivals, s.arrivals), progress or f"{s.arrivals}/{self.arrivals} arrivals · {times}")
-        return Panel(Group(bar, facts, Text(), table), title=f"[b]{self.facts.method}[/]", title_align="left")
+        return Panel(Group(bar, facts, Text(), FittedTable(table)), title=f"[b]{self.facts.method}[/]", title_align="left")
 
 
 def _loss(summary: RunSummary) -> str:
@@ -127,14 +128,14 @@ def tables(summary: RunSummary) -> Iterator[RenderableType]:
     """What a finished run shows: losses, workers, what the correction did."""
     if summary.last_eval:
         first, last = summary.first_eval or summary.last_eval, summary.last_eval
-        yield scores_table(last.mean, last.scores, (first.mean, first.scores))
+        yield FittedTable(scores_table(last.mean, last.scores, (first.mean, first.scores)))
     elif summary.is_external:
         yield Text(NOTHING_EVALUATED)
-    yield workers_table(summary)
+    yield FittedTable(workers_table(summary))
     if summary.machines:
-        yield contributions_table(summary)
+        yield FittedTable(contributions_table(summary))
     if sum(summary.cases.values()):
-        yield cases_table(summary)
+        yield FittedTable(cases_table(summary))
 
 
 Scores = dict[str, Measures]

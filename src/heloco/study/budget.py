@@ -6,12 +6,14 @@ runs ends; a barrier's loss is then that after its last round finished by T.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from statistics import fmean
 from typing import Any
 
+from heloco.report.run_groups import is_beyond_noise
 from heloco.report.table_data import Cell, TableData, Tone
 from heloco.study.grid import row_time
-from heloco.study.results import Results, Stat, plain, stat
+from heloco.study.results import Results, Stat, plain, stat, tones, usual_spread
 from heloco.study.spec import PAPERS_NAME, Study, TableSpec
 
 
@@ -82,12 +84,11 @@ def _fixed_tokens(budget: Budget, spec: TableSpec, variant: str) -> TableData:
     methods = [variant, *budget.against]
 
     def line(row: str | None) -> list[Cell]:
-        losses = {m: stat(budget.mean_losses(m) if row is None else budget.losses(row, m)) for m in methods}
-        means = sorted(loss.mean for loss in losses.values() if loss)
+        losses = {m: budget.mean_losses(m) if row is None else budget.losses(row, m) for m in methods}
+        tone_of = tones({m: dict(enumerate(values)) for m, values in losses.items()})
         cells = [Cell(row or f"mean of {len(budget.rows)} rows")]
-        for method, loss in losses.items():
-            tone: Tone = "" if not loss or len(means) < 2 else _rank(loss.mean, means)
-            cells.append(_cell_with_paper(loss, _paper_mean(budget, row, method), 3, tone))
+        for method, values in losses.items():
+            cells.append(_cell_with_paper(stat(values), _paper_mean(budget, row, method), 3, tone_of[method]))
         for other in budget.against:
             cells.append(_gain_cell(budget, row, variant, other, "gain"))
         return cells
@@ -119,10 +120,6 @@ def _fixed_time(budget: Budget, spec: TableSpec, variant: str) -> TableData:
     return TableData(f"{spec.title}, fixed time: {variant}", header, [line(row) for row in budget.rows], caption)
 
 
-def _rank(mean: float, means: Sequence[float]) -> Tone:
-    return "best" if mean == means[0] else "worst" if mean == means[-1] else ""
-
-
 def _cell_with_paper(loss: Stat | None, paper: float | None, digits: int, tone: Tone = "") -> Cell:
     note = "" if paper is None else f"paper {paper:.2f}"
     return Cell("diverged" if loss is None else loss.text(digits), note, tone)
@@ -144,6 +141,8 @@ def _gain_cell(budget: Budget, row: str | None, variant: str, other: str, kind: 
     note = "" if paper is None else f"paper {paper:+.2f}"
     if gain is None:
         return Cell("–", note)
+    if not gain.is_clear_percentage:
+        return Cell(gain.text(2, "+"), note)
     return Cell(gain.text(2, "+"), note, "good" if gain.mean > 0 else "bad")
 
 
@@ -183,11 +182,23 @@ def order_table(results: Results, spec: TableSpec) -> TableData:
         for variant in budget.variants:
             ours, theirs = budget.order(row, variant), budget.papers_order(row, variant)
             agreements[variant] += ours == theirs
-            line += [Cell(" < ".join(ours)), Cell("yes" if ours == theirs else "no", tone="good" if ours == theirs else "bad")]
+            line += [Cell(" < ".join(ours)), _agreement(budget, row, ours, theirs)]
         lines.append(line)
     counts = ", ".join(f"{variant} in {count} of {len(budget.rows)} rows" for variant, count in agreements.items())
     caption = f"{spec.caption} From the lowest final loss to the highest. The order agrees with the paper's: {counts}.".strip()
     return TableData(spec.title, header, lines, caption)
+
+
+def _agreement(budget: Budget, row: str, ours: Sequence[str], theirs: Sequence[str]) -> Cell:
+    """Whether our order of the methods is the paper's, and if not, whether the losses that are in another order differ at all."""
+    if list(ours) == list(theirs):
+        return Cell("yes", tone="good")
+    losses = {method: dict(enumerate(budget.losses(row, method))) for method in ours}
+    spread = usual_spread(losses.values())
+    swapped = [(a, b) for a, b in combinations(ours, 2) if a in theirs and b in theirs and theirs.index(a) > theirs.index(b)]
+    if swapped and not any(is_beyond_noise(losses[a], losses[b], spread) for a, b in swapped):
+        return Cell("no", "within the noise")
+    return Cell("no", tone="bad")
 
 
 # ---- the same as JSON

@@ -130,7 +130,8 @@ def write_results(plan: Plan, folder: Folder) -> list[TableData]:
             write_atomically(path / name, content.encode())
         for figure in figures if figure_files else ():
             draw(figure, path)
-        page = render_study(study.title, [_introduction(results, plan), *tables, *figures], path)
+        about = Text("", [study.about], is_markdown=True)
+        page = render_study(study.title, [about, _setting(results, plan), *tables, *figures], path)
         write_atomically(path / PAGE, page.encode())
     return tables
 
@@ -153,7 +154,7 @@ def _numbers(results: Results) -> dict[str, Any]:
     return {"records": records, "summary": summaries if len(budgets) > 1 else summaries[budgets[0].title]}
 
 
-def _introduction(results: Results, plan: Plan) -> Text:
+def _setting(results: Results, plan: Plan) -> Text:
     config = plan.places[0].config
     model, data, rounds = config.model, config.input, config.rounds
     setting = (
@@ -162,7 +163,7 @@ def _introduction(results: Results, plan: Plan) -> Text:
         f"{model.vocab_size:,}; sources {', '.join(results.sources)}; tokenizer {Path(data.tokenizer).name}. "
         f"{config.run.arrivals} arrivals of {rounds.inner_steps} inner steps unless a row says otherwise."
     )
-    return Text("", [*(part.strip() for part in results.study.about.split("\n\n") if part.strip()), setting])
+    return Text("", [setting])
 
 
 def _json(content: Any) -> bytes:

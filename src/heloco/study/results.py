@@ -1,14 +1,19 @@
 """The filled grid: what tables and figures ask of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 from heloco.methods import get_method
+from heloco.report.run_groups import SeedValues, is_beyond_noise, seed_mean
+from heloco.report.table_data import Tone
 from heloco.study.grid import Place, row_time
 from heloco.study.kept_runs import RunRecord
 from heloco.study.spec import Study
+
+NOISE_OF_ONE_SEED = 0.01
+"""A difference under this part of a loss may be noise where there is one seed."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,11 @@ class Stat:
         diverged_note = f" ({self.diverged_seeds} of {self.n + self.diverged_seeds} diverged)" if self.diverged_seeds else ""
         return f"{self.mean:{sign}.{digits}f}{spread}{diverged_note}"
 
+    @property
+    def is_clear_percentage(self) -> bool:
+        """Whether a difference in % is more than noise: than its own deviation over seeds, or 1 % where there is one seed."""
+        return abs(self.mean) > (100 * NOISE_OF_ONE_SEED if self.spread is None else self.spread)
+
 
 def stat(values: Iterable[float | None]) -> Stat | None:
     """Mean and deviation of values, one per seed. A None among them is a seed that diverged. Returns None if all diverged."""
@@ -33,6 +43,30 @@ def stat(values: Iterable[float | None]) -> Stat | None:
     if not finite:
         return None
     return Stat(fmean(finite), stdev(finite) if len(finite) > 1 else None, len(finite), len(every) - len(finite))
+
+
+def usual_spread(losses: Iterable[SeedValues]) -> float:
+    """What stands for the spread of a loss that has one seed: the largest of the others, or what makes 1 % of a difference."""
+    means = [seed_mean(list(values.values())) for values in losses]
+    spreads = [each.spread for each in means if each.spread is not None]
+    largest = max((abs(each.mean) for each in means if each.mean is not None), default=0.0)
+    return max(spreads, default=NOISE_OF_ONE_SEED * largest / 2**0.5)
+
+
+def tones(losses: Mapping[str, SeedValues]) -> dict[str, Tone]:
+    """Which of several methods is the best and which the worst, by their losses of each seed; neither, if it differs from one of
+    the others by no more than noise. There is a worst one only among more than two."""
+    means = {name: mean for name, values in losses.items() if (mean := seed_mean(list(values.values())).mean) is not None}
+    result: dict[str, Tone] = dict.fromkeys(losses, "")
+    if len(means) < 2:
+        return result
+    spread = usual_spread(losses.values())
+    ends: list[tuple[str, Tone]] = [(min(means, key=means.__getitem__), "best")]
+    ends += [(max(means, key=means.__getitem__), "worst")] if len(means) > 2 else []
+    for name, tone in ends:
+        if all(is_beyond_noise(losses[name], losses[other], spread) for other in means if other != name):
+            result[name] = tone
+    return result
 
 
 @dataclass(frozen=True)
@@ -111,6 +145,11 @@ class Results:
     def final(self, row: str, method: str, source: str = "", measure: str = "loss") -> Stat | None:
         return stat(run.final(source, measure) for run in self.at(row, method))
 
+    def seed_values(self, row: str, method: str, source: str = "", measure: str = "loss") -> dict[int, float | None]:
+        """The measure at the end of each seed's run."""
+        runs = {seed: self.runs.get((row, method, seed)) for seed in self.seeds}
+        return {seed: run.final(source, measure) for seed, run in runs.items() if run is not None}
+
     def diverged(self, row: str, method: str) -> bool:
         """Whether there are runs, and all of them diverged."""
         runs = self.at(row, method)
@@ -123,9 +162,9 @@ class Results:
     def note_on_seeds(self) -> str:
         minimum, maximum = (pick(len(self.seeds_of(row)) for row in self.rows) for pick in (min, max))
         if maximum == 1:
-            return "One seed: differences under about 1 % may be noise."
+            return "One seed: differences under about 1 % may be noise, and are not marked."
         count = f"{maximum}" if minimum == maximum else f"{minimum} to {maximum}"
-        return f"Mean ± sample standard deviation over n = {count} seeds."
+        return f"Mean ± sample standard deviation over n = {count} seeds. What lies within the noise is not marked."
 
     def records(self) -> list[dict[str, Any]]:
         """One record per (row, method, seed)."""

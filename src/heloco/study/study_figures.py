@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from heloco.errors import UserError
-from heloco.report.charts.figures import Figure, Line, Panel, staleness_colour
+from heloco.report.charts.figures import Figure, Line, Panel, staleness_colour, striped
 from heloco.study.results import PlacedRun, Results, stat
 from heloco.study.spec import Axis, FigureSpec
 
@@ -27,7 +27,7 @@ def _figure(results: Results, spec: FigureSpec) -> Figure:
         fixed: dict[str, str] = dict(zip(spec.panels, combination, strict=True))
         lines = [line for name in along[spec.lines] if (line := _line(results, spec, along, {**fixed, spec.lines: name}))]
         if lines:
-            panels.append(Panel(", ".join(combination), lines, X_LABELS[spec.x], Y_LABEL + results.loss_unit))
+            panels.append(Panel(", ".join(combination), striped(lines), X_LABELS[spec.x], Y_LABEL + results.loss_unit))
     band = "" if len(results.seeds) == 1 else " Bands: ± one standard deviation over seeds."
     return Figure(spec.name, spec.title, f"{spec.caption}{band}".strip(), panels, spec.columns)
 

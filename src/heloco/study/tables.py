@@ -1,12 +1,12 @@
 """The tables of a study as its TOML asks for them, with the paper's numbers next to ours."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from heloco.records.provenance import note_if_mixed
-from heloco.report.table_data import Cell, TableData, Tone
+from heloco.report.table_data import Cell, TableData
 from heloco.study.budget import budget_tables, order_table
-from heloco.study.results import Results, Stat, stat
+from heloco.study.results import Results, Stat, stat, tones
 from heloco.study.spec import TableSpec
 
 
@@ -56,7 +56,8 @@ def _loss_cell(results: Results, spec: TableSpec, row: str, method: str) -> Cell
         notes.append(f"{difference.text(2, '+')} %")
     if (paper := results.study.paper_number(row, "loss", method)) is not None:
         notes.append(f"paper {paper:.2f}")
-    return Cell(loss.text(), " · ".join(notes), _tone(loss, [results.final(row, m) for m in _methods(results, spec)]))
+    tone = tones({m: results.seed_values(row, m) for m in _methods(results, spec) if results.at(row, m)})[method]
+    return Cell(loss.text(), " · ".join(notes), tone)
 
 
 def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Stat | None:
@@ -64,14 +65,6 @@ def _difference(results: Results, row: str, method: str, spec: TableSpec) -> Sta
     pairs = zip(results.at(row, method), results.at(row, spec.baseline), strict=False)
     losses = [(ours.final(), base.final()) for ours, base in pairs]
     return stat(100 * (a - b) / b if a is not None and b is not None else None for a, b in losses)
-
-
-def _tone(stat: Stat, others: Sequence[Stat | None]) -> Tone:
-    """The best and the worst of a row, where there is something to choose from."""
-    means = [other.mean for other in others if other is not None]
-    if len(means) < 2:
-        return ""
-    return "best" if stat.mean == min(means) else "worst" if stat.mean == max(means) and len(means) > 2 else ""
 
 
 def _sources(results: Results, spec: TableSpec) -> TableData:
@@ -95,5 +88,6 @@ def _source_cell(results: Results, row: str, method: str, source: str, measure: 
         return Cell("diverged" if results.diverged(row, method) else "–")
     keys = ("source", source, method) if source else ("loss", method)
     paper = results.study.paper_number(row, *keys) if measure == "loss" else None
-    row_values = [results.final(row, other, source, measure) for other in results.methods]
-    return Cell(value.text(), "" if paper is None else f"paper {paper:.2f}", _tone(value, row_values))
+    methods = [other for other in results.methods if results.at(row, other)]
+    tone = tones({other: results.seed_values(row, other, source, measure) for other in methods})[method]
+    return Cell(value.text(), "" if paper is None else f"paper {paper:.2f}", tone)

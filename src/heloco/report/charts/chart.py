@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heloco.report.charts.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values
+from heloco.report.charts.figures import METHOD_COLOURS, OTHER_COLOURS, Figure, Values, mix
 from heloco.report.run_groups import RunGroup
 
-WORKER_COLOURS = (
-    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00",
-    "#882255", "#999933", "#332288", "#44aa99", "#aa4499", "#b07d48",
-)  # fmt: skip
-"""Okabe and Ito's palette first, then Tol's muted one."""
+RUN_COLOURS = (*METHOD_COLOURS.values(), *OTHER_COLOURS)
+"""Okabe and Ito's palette, then Tol's muted one."""
+WORKER_SCALE = ("#0d0887", "#6a00a8", "#b12a90", "#e16462", "#fca636")
+"""From the first worker, or the fastest, to the last: matplotlib's plasma without its lightest part. Runs have another palette,
+so that no colour stands for a run in one chart and for a worker in the next."""
+WORKER_LIMIT = 12
+"""The most colours of workers: more are drawn in groups."""
+PIECES = ("#5f6b7a", "#b9a27c")
+"""Two measures of the same workers or machines, side by side: neither a run's colour nor a worker's."""
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Bars:
     categories: list[str]
     series: list[Series]
     stacked: bool = False
+    counts: bool = False
+    """Whether the bars count something: the axis then has whole numbers only."""
 
 
 @dataclass
@@ -61,6 +67,8 @@ class Heat:
     blocks: list[str]
     sizes: list[int]
     columns: list[tuple[int, int]]
+    about: list[str]
+    """For each column, which arrivals it stands for, of which workers, and how stale they were."""
     cosine: list[list[float | None]]
     """Per block, per column: the mean over the column's arrivals."""
     case: list[str]
@@ -97,6 +105,16 @@ class Chart:
     """As wide as the page, where it would stand next to another."""
 
 
+def worker_colours(count: int) -> list[str]:
+    """Colours for so many workers, machines or groups of them, as far apart as the scale allows."""
+    colours = []
+    for i in range(count):
+        step, part = divmod(i * (len(WORKER_SCALE) - 1) / max(1, count - 1), 1)
+        lower, upper = (WORKER_SCALE[min(int(step) + k, len(WORKER_SCALE) - 1)] for k in (0, 1))
+        colours.append(mix(lower, upper, part))
+    return colours
+
+
 def run_colours(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
     """(colour, dashed) of each group of runs: the first of a method has the method's colour, others what is left; then dashes
     begin."""
@@ -105,7 +123,7 @@ def run_colours(groups: Sequence[RunGroup]) -> list[tuple[str, bool]]:
         colour = METHOD_COLOURS.get(group.method)
         if colour is None or any(colour == used for used, _ in looks):
             colour = free.pop(0) if free else None
-        looks.append((colour, False) if colour else (WORKER_COLOURS[i % len(WORKER_COLOURS)], True))
+        looks.append((colour, False) if colour else (RUN_COLOURS[i % len(RUN_COLOURS)], True))
     return looks
 
 
@@ -118,7 +136,8 @@ class Group:
     colour: str
 
 
-def worker_groups(paces: Sequence[float], limit: int = len(WORKER_COLOURS)) -> list[Group]:
+def worker_groups(paces: Sequence[float], limit: int = WORKER_LIMIT) -> list[Group]:
+    """Each worker by itself, or, where there are many, those of like pace together."""
     order = sorted(range(len(paces)), key=lambda i: (paces[i], i))
     if len(paces) <= limit:
         members = [[i] for i in range(len(paces))]
@@ -126,15 +145,15 @@ def worker_groups(paces: Sequence[float], limit: int = len(WORKER_COLOURS)) -> l
         members = [[i for i in order if paces[i] == pace] for pace in sorted(set(paces))]
     else:
         members = [order[i * len(order) // limit : (i + 1) * len(order) // limit] for i in range(limit)]
-    return [Group(_label(part, paces), part, colour) for part, colour in zip(members, WORKER_COLOURS, strict=False)]
+    return [Group(_label(part, paces), part, colour) for part, colour in zip(members, worker_colours(len(members)), strict=True)]
 
 
-def seat_groups(count: int, limit: int = len(WORKER_COLOURS)) -> list[Group]:
+def seat_groups(count: int, limit: int = WORKER_LIMIT) -> list[Group]:
     """Groups workers whose paces say nothing: each by itself, or neighbours together if there are many."""
     group_size = -(-count // limit)
     parts = [list(range(begin, min(count, begin + group_size))) for begin in range(0, count, group_size)]
     names = [f"worker {part[0]}" if len(part) == 1 else f"workers {part[0]}–{part[-1]}" for part in parts]
-    return [Group(name, part, colour) for name, part, colour in zip(names, parts, WORKER_COLOURS, strict=False)]
+    return [Group(name, part, colour) for name, part, colour in zip(names, parts, worker_colours(len(parts)), strict=True)]
 
 
 def _label(workers: Sequence[int], paces: Sequence[float]) -> str:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from heloco.records.evaluations import EvaluationRecord
-from heloco.report.charts.chart import WORKER_COLOURS, Chart, View, run_colours
-from heloco.report.charts.figures import Figure, Line, Panel, caption_of
+from heloco.report.charts.chart import Chart, View, run_colours, worker_colours
+from heloco.report.charts.figures import Figure, Line, Panel, caption_of, striped
 from heloco.report.charts.sampling import budget, note, thinned
 from heloco.report.run_groups import RunGroup, group_runs, has_seeds, seed_mean
 from heloco.report.run_reader import Run
@@ -70,7 +70,13 @@ def time_label(runs: Sequence[Run]) -> str:
 
 
 def axes_of(runs: Sequence[Run]) -> dict[str, Position]:
-    return {STEPS: lambda record: record.outer_step, time_label(runs): lambda record: record.time_s}
+    """What scores are drawn over, by the axis' label. Outer steps are the last: a step of a method with a barrier has the tokens
+    of all workers, so a chart over them flatters it."""
+    return {
+        runs[0].facts.unit: lambda record: record.units,
+        time_label(runs): lambda record: record.time_s,
+        STEPS: lambda record: record.outer_step,
+    }
 
 
 def measures_of(runs: Sequence[Run]) -> list[str]:
@@ -83,23 +89,24 @@ def y_label(measure: str, runs: Sequence[Run]) -> str:
 
 
 def scores(runs: Sequence[Run]) -> Chart:
-    """The chart of the mean over sources, drawn over steps and over time."""
+    """The chart of the mean over sources, drawn over tokens and over time, and over outer steps in views of their own."""
     if all(run.facts.is_external and not run.evals for run in runs):
         return Chart("scores", "Validation", NOTHING_EVALUATED, [], "view")
-    views, x = [], axes_of(runs)
+    views, steps_views, x, longest = list[View](), list[View](), axes_of(runs), max(len(run.evals) for run in runs)
     for measure in measures_of(runs):
-        panels = [Panel(f"over {name}", [], name, y_label(measure, runs)) for name in (*x, runs[0].facts.unit)]
-        for panel, position in zip(panels, (*x.values(), lambda record: record.units), strict=True):
-            panel.lines = _lines(runs, position, score_of(measure))
-        longest = max(len(run.evals) for run in runs)
-        views.append(figure_view(MEASURES.get(measure, measure), Figure("scores", "", "", panels, 3), longest, budget(len(runs))))
+        name, y = MEASURES.get(measure, measure), y_label(measure, runs)
+        panels = [Panel(f"over {over}", _lines(runs, at, score_of(measure)), over, y) for over, at in x.items()]
+        views.append(figure_view(name, Figure("scores", "", "", panels[:-1]), longest, budget(len(runs))))
+        label = f"{name} over {STEPS}s"
+        steps_views.append(figure_view(label, Figure("scores", "", "", panels[-1:], 1), longest, budget(len(runs))))
+    views += steps_views
     about = "Mean over the sources at each evaluation. Runs of unequal paces are best compared over time."
     about = f"{about} {seeds_in_words(group_runs(runs))}".strip()
     return Chart("scores", "Validation", about, views, "view")
 
 
 def sources(runs: Sequence[Run]) -> Chart | None:
-    """The chart of each source: a panel per source, a line per run."""
+    """The chart of each source: a panel per source, a line per run. It opens over tokens."""
     names = list(dict.fromkeys(source for run in runs for source in run.sources))
     views = []
     for measure in measures_of(runs):
@@ -117,14 +124,14 @@ def own_scores(runs: Sequence[Run]) -> Chart | None:
     longest, limit, time = 0, budget(len(runs)), time_label(runs)
     for run in runs:
         machines = sorted({record.machine for record in run.own_evals})
-        for i, machine in enumerate(machines):
+        for machine, colour in zip(machines, worker_colours(len(machines)), strict=True):
             records = [record for record in run.own_evals if record.machine == machine]
             longest = max(longest, len(records))
             name = run.summary.label(machine)
             label = name if len(runs) == 1 else f"{run.name}: {name}"
             for measure in records[0].mean:
                 values = [math.nan if (value := score_of(measure)(record)) is None else value for record in records]
-                look = (WORKER_COLOURS[i % len(WORKER_COLOURS)], False)
+                look = (colour, False)
                 line = line_of(label, [record.time_s for record in records], values, look, limit)
                 lines_of.setdefault(measure, []).append(line)
     if not lines_of:
@@ -153,32 +160,37 @@ def _lines(
         return record.arrival, x(record), math.nan if (value := y(record)) is None else value
 
     groups = group_runs(runs)
-    return [
-        group_line(group, [[point(record) for record in run.evals] for run in group.runs], look, budget(len(runs)))
-        for group, look in zip(groups, run_colours(groups), strict=True)
-    ]
+    return striped(
+        [
+            group_line(group, [[point(record) for record in run.evals] for run in group.runs], look, budget(len(runs)))
+            for group, look in zip(groups, run_colours(groups), strict=True)
+        ]
+    )
 
 
 def norms(runs: Sequence[Run]) -> Chart | None:
-    """The chart of three norms over outer steps, each of all blocks together."""
-    columns = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
-    limit, panels, groups = budget(len(runs)), [], group_runs(runs)
-    for title, name in columns.items():
-        lines = [
-            group_line(group, [_norm_points(run, name) for run in group.runs], look, limit)
-            for group, look in zip(groups, run_colours(groups), strict=True)
-        ]
-        panels.append(Panel(title, lines, STEPS, f"norm of the {title}"))
-    if not any(line.x for panel in panels for line in panel.lines):
-        return None
+    """The chart of three norms over time, or over outer steps, each of all blocks together."""
+    names = {"pseudo-gradient": "pseudo_gradient_norm", "outer momentum": "momentum_norm", "outer movement": "movement"}
+    limit, views, groups = budget(len(runs)), list[View](), group_runs(runs)
+    for x_label, column in {time_label(runs): "time_s", STEPS: "outer_step"}.items():
+        panels = []
+        for title, name in names.items():
+            lines = [
+                group_line(group, [_norm_points(run, column, name) for run in group.runs], look, limit)
+                for group, look in zip(groups, run_colours(groups), strict=True)
+            ]
+            panels.append(Panel(title, striped(lines), x_label, f"norm of the {title}"))
+        figure = Figure("norms", "", "", panels, 3)
+        views.append(figure_view(f"over {x_label}", figure, max(len(run.tape) for run in runs), limit))
+        if not any(line.x for panel in panels for line in panel.lines):
+            return None
     about = "Of all blocks together: what arrives, what the synchronizer remembers, and how far each arrival moves the model."
-    view = figure_view("", Figure("norms", "", "", panels, 3), max(len(run.tape) for run in runs), limit)
-    return Chart("norms", "Norms", about, [view])
+    return Chart("norms", "Norms", about, views, "view")
 
 
-def _norm_points(run: Run, name: str) -> list[Point]:
-    values, tape = getattr(run.tape, name), run.tape
-    return [(tape.arrival[i], tape.outer_step[i], value) for i, value in enumerate(values) if math.isfinite(value)]
+def _norm_points(run: Run, x: str, name: str) -> list[Point]:
+    positions, values, tape = getattr(run.tape, x), getattr(run.tape, name), run.tape
+    return [(tape.arrival[i], positions[i], value) for i, value in enumerate(values) if math.isfinite(value)]
 
 
 def traffic(runs: Sequence[Run]) -> Chart | None:
@@ -190,6 +202,8 @@ def traffic(runs: Sequence[Run]) -> Chart | None:
         points = [_traffic_points(run) for run in group.runs]
         for i, panel in enumerate(panels):
             panel.lines.append(group_line(group, [run_points[i] for run_points in points], look, limit))
+    for panel in panels:
+        panel.lines = striped(panel.lines)
     if not any(len(run.tape) for run in runs):
         return None
     run = runs[0]

@@ -46,6 +46,8 @@ STYLE: Any = {
 PLAIN: Look = {"linewidth": 1.25, "linestyle": "-", "marker": ".", "markersize": 4}
 DASHED: Look = {"linestyle": (0, (4, 1.6))}
 PAPER: Look = {"linewidth": 1.0, "linestyle": (0, (1, 1.8)), "marker": "D", "markersize": 4.5, "markerfacecolor": "white"}
+STRIPE = 4.0
+"""The length of a piece where lines that lie on each other take turns, in line widths."""
 MARKED: Look = {"markersize": 4, "markeredgewidth": 0.5, "markeredgecolor": "white"}
 FEW_LINES = 6
 """The most lines of a panel that get their last value written next to them."""
@@ -124,16 +126,21 @@ def _has_marker(line: Line, look: Look) -> list[int]:
 
 
 def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for line in panel.lines:
         look, y = looks[line.kind], insert_gaps(line.y)
         axes.plot(
-            list(line.x), y, **look, markevery=_has_marker(line, look), zorder=4 if len(y) == 1 else 2.5 if line.paper else 3
-        )
+            list(line.x), y, **(look | _own_look(panel, line)), markevery=None if panel.points else _has_marker(line, look),
+            zorder=4 if len(y) == 1 else 2.5 if line.paper else 3,
+        )  # fmt: skip
         if line.spread is not None:
             low, high = ([v + sign * half for v, half in zip(y, insert_gaps(line.spread), strict=True)] for sign in (-1, 1))
             axes.fill_between(list(line.x), low, high, color=look["color"], alpha=0.16, linewidth=0, zorder=2)
     axes.set_title(panel.title)
     axes.set_ylim(y_range.low, y_range.high)
+    if panel.counts:
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.margins(x=0.02)
     largest = max((abs(x) for line in panel.lines for x in line.x), default=0)
     if largest >= 5000:
@@ -144,6 +151,16 @@ def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Ra
     axes.set_title("  ".join(beyond), loc="right", fontsize=7, fontweight="normal", color="#666666")
     if sum(not line.paper for line in panel.lines) <= FEW_LINES:
         _write_last_values(axes, panel, looks, y_range, height_in)
+
+
+def _own_look(panel: Panel, line: Line) -> Look:
+    """What a line has of its own in a panel: points are not joined, and lines that lie on each other take turns."""
+    if panel.points:
+        return {"linestyle": "none"}
+    if line.stripe is None or line.stripe[0] == 0:
+        return {}
+    place, count = line.stripe
+    return {"linestyle": (0, (STRIPE * (count - place), STRIPE * place))}
 
 
 def _write_last_values(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Range, height_in: float) -> None:

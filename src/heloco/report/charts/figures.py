@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 Values = Sequence[float | None]
@@ -21,6 +21,8 @@ OTHER_COLOURS = ("#cc79a7", "#e69f00", "#882255", "#999933", "#332288", "#44aa99
 PAPER_COLOUR = "#767676"
 STALENESS_COLOURS = ("#00876c", "#79a534", "#dfaa00", "#e0691a", "#a50f2b")
 """From low to high. The red is much darker than the green, so that the ends differ without hue."""
+EQUAL = 0.002
+"""Lines that differ by less than this part of what their panel shows are one line to the eye."""
 SETTLING = 0.25
 """The part of a curve, from its start, that may be cut off at the top or bottom if it would squash the rest."""
 
@@ -38,6 +40,8 @@ class Line:
     dashed: bool = False
     paper: bool = False
     """Whether the line is a number of the paper. It is dotted, or a hollow mark if it is a single point."""
+    stripe: tuple[int, int] | None = None
+    """(i, n): n lines of the panel lie on each other, and this one is drawn in every n-th piece, beginning with piece i."""
 
     def __post_init__(self) -> None:
         assert len(self.x) == len(self.y) == len(self.y if self.spread is None else self.spread), self.label
@@ -70,6 +74,10 @@ class Panel:
     y_label: str
     shows_all: bool = False
     """Whether the y axis shows all values, and 0."""
+    counts: bool = False
+    """Whether y counts something: its axis then has whole numbers only."""
+    points: bool = False
+    """Whether each value is a point, and no line joins them."""
 
 
 @dataclass
@@ -142,12 +150,39 @@ def mix(one: str, other: str, part: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in pairs)
 
 
+def striped(lines: Sequence[Line]) -> list[Line]:
+    """The lines of a panel, those that lie on each other with stripes, so that the last one drawn does not hide the others."""
+    values = [y for line in lines for y in insert_gaps(line.y) if not math.isnan(y)]
+    tolerance = EQUAL * (max(values) - min(values)) if values else 0.0
+    bundles: list[list[int]] = []
+    for i, line in enumerate(lines):
+        bundle = next((bundle for bundle in bundles if _are_equal(lines[bundle[0]], line, tolerance)), None)
+        if bundle is None:
+            bundles.append([i])
+        else:
+            bundle.append(i)
+    stripe_of = {i: (k, len(bundle)) for bundle in bundles if len(bundle) > 1 for k, i in enumerate(bundle)}
+    return [replace(line, stripe=stripe_of.get(i)) for i, line in enumerate(lines)]
+
+
+def _are_equal(one: Line, other: Line, tolerance: float) -> bool:
+    """Whether two lines lie on each other as far as both go."""
+    length = min(len(one.x), len(other.x))
+    if length < 2 or list(one.x[:length]) != list(other.x[:length]):
+        return False
+    pairs = list(zip(insert_gaps(one.y[:length]), insert_gaps(other.y[:length]), strict=True))
+    return any(not math.isnan(a) for a, _ in pairs) and all(
+        abs(a - b) <= tolerance or (math.isnan(a) and math.isnan(b)) for a, b in pairs
+    )
+
+
 # What the axes show
 
 
-def y_range(lines: Sequence[Line], shows_all: bool = False) -> Range:
+def y_range(lines: Sequence[Line], shows_all: bool = False, counts: bool = False) -> Range:
     """What the y axis of these lines shows: all of them, unless a steep start would take more than a third of the height. Then it
-    shows where the curves settle. With `shows_all` it shows all of them, and 0, in any case."""
+    shows where the curves settle. With `shows_all` it shows all of them, and 0, in any case. With `counts` it has room for half a
+    one at both ends."""
     late_values: list[float] = []
     values: list[float] = []
     for line in lines:
@@ -163,6 +198,7 @@ def y_range(lines: Sequence[Line], shows_all: bool = False) -> Range:
     lowest, highest = (end if abs(end - edge) > span / 2 else None for end, edge in ((min(values), low), (max(values), high)))
     low, high = (low if lowest is not None else min(low, min(values))), (high if highest is not None else max(high, max(values)))
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    margin = max(0.06 * (high - low), 0.6) if counts else margin
     return Range(low - margin, high + margin, lowest, highest)
 
 
@@ -171,7 +207,11 @@ def y_ranges(figure: Figure) -> dict[str, Range]:
     labels = dict.fromkeys(panel.y_label for panel in figure.panels)
     panels_of_label = {label: [panel for panel in figure.panels if panel.y_label == label] for label in labels}
     return {
-        label: y_range([line for panel in panels for line in panel.lines], any(panel.shows_all for panel in panels))
+        label: y_range(
+            [line for panel in panels for line in panel.lines],
+            any(panel.shows_all for panel in panels),
+            any(panel.counts for panel in panels),
+        )
         for label, panels in panels_of_label.items()
     }
 

@@ -3,9 +3,9 @@
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
-from heloco.report.charts.chart import WORKER_COLOURS, Bars, Chart, Series, View
+from heloco.report.charts.chart import PIECES, WORKER_LIMIT, Bars, Chart, Series, View, worker_colours
 from heloco.report.charts.curves import figure_view, line_of, time_label
-from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.figures import Figure, Line, Panel, striped
 from heloco.report.charts.sampling import budget
 from heloco.report.run_reader import Run
 from heloco.report.summary import MachineSummary
@@ -13,11 +13,10 @@ from heloco.report.summary import MachineSummary
 PARTICIPANTS_STYLE, MINIMUM_STYLE = ("took part", "#4d4d4d"), ("at least (min_workers)", "#d55e00")
 PAUSE_STYLE = ("paused", "#cc79a7")
 """(label, colour) of a line."""
-MACHINE_LIMIT = len(WORKER_COLOURS)
+MACHINE_LIMIT = WORKER_LIMIT
 """The most machines that have a line or bars of their own."""
 PAUSES = 100
 """The most pauses that are drawn, the last ones."""
-PIECES = ("#0072b2", "#d55e00")
 
 
 def participation(runs: Sequence[Run]) -> Chart | None:
@@ -34,15 +33,15 @@ def _participation(run: Run, runs: int) -> View:
     tape, limit = run.tape, budget(runs)
     places = [i for i, verdict in enumerate(tape.verdict) if verdict != "refused"]
     counts = [float(len(window)) for window in _windows(run, places)]
-    over = {"arrival": [float(tape.arrival[i]) for i in places], time_label([run]): [tape.time_s[i] for i in places]}
+    over = {time_label([run]): [tape.time_s[i] for i in places], "arrival": [float(tape.arrival[i]) for i in places]}
     panels = []
     for label, x in over.items():
         lines = [line_of(PARTICIPANTS_STYLE[0], x, counts, (PARTICIPANTS_STYLE[1], False), limit)]
         if x:
             lines.append(Line(MINIMUM_STYLE[0], [x[0], x[-1]], [run.min_workers] * 2, colour=MINIMUM_STYLE[1], dashed=True))
-        panels.append(Panel(f"over {label}", lines, label, "machines that took part", shows_all=True))
+        panels.append(Panel(f"over {label}", striped(lines), label, "machines that took part", shows_all=True, counts=True))
     if pauses := _pause_line(run):
-        panels[1].lines.append(pauses)
+        panels[0].lines.append(pauses)
     panels.append(Panel("each machine's part", _part_lines(run, places, limit), time_label([run]), "share", shows_all=True))
     view = figure_view(run.name, Figure("participation", "", "", panels, 3), len(places), limit)
     view.notes.append(f"Counted over the last {run.window} arrivals.")
@@ -80,8 +79,8 @@ def _part_lines(run: Run, places: Sequence[int], limit: int) -> list[Line]:
         for machine, part in parts.items():
             part.append(window[machine] / window.total())
     x = [run.tape.time_s[i] for i in places]
-    looks = zip(parts.items(), WORKER_COLOURS, strict=False)
-    return [line_of(run.summary.label(machine), x, part, (colour, False), limit) for (machine, part), colour in looks]
+    looks = zip(parts.items(), worker_colours(len(parts)), strict=True)
+    return striped([line_of(run.summary.label(machine), x, part, (colour, False), limit) for (machine, part), colour in looks])
 
 
 def shares(runs: Sequence[Run]) -> Chart | None:

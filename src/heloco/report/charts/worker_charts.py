@@ -4,9 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from heloco.report.charts.chart import Bars, Chart, Group, Series, Spans, View, seat_groups, worker_groups
+from heloco.report.charts.chart import PIECES, Bars, Chart, Group, Series, Spans, View, seat_groups, worker_groups
 from heloco.report.charts.curves import figure_view, line_of, time_label
-from heloco.report.charts.figures import Figure, Line, Panel
+from heloco.report.charts.figures import Figure, Line, Panel, striped
 from heloco.report.charts.sampling import budget
 from heloco.report.run_reader import Run
 
@@ -14,7 +14,6 @@ ROWS, SPANS = 40, 1500
 """The most workers and the most bars that a timeline shows."""
 BARS = 40
 """The most bars of a histogram."""
-PIECES = ("#0072b2", "#d55e00")
 
 
 def timeline(runs: Sequence[Run]) -> Chart:
@@ -82,9 +81,12 @@ def _spread(count: int, limit: int) -> list[int]:
 
 
 def staleness(runs: Sequence[Run]) -> Chart:
-    about = "How many outer steps others made between a round's start and its arrival."
+    about = "How many outer steps others made between a round's start and its arrival: a point per arrival."
     views = [_over_time(run, "staleness", len(runs)) for run in runs]
-    return Chart("staleness", "Staleness over time", about, views, "run", switches=("smooth",))  # much of it is 0
+    for run, view in zip(runs, views, strict=True):
+        if len(groups_of(run)) > 1:
+            view.notes.append("Workers' points are drawn a little apart, so that equal ones can be seen.")
+    return Chart("staleness", "Staleness over time", about, views, "run", switches=())
 
 
 def training(runs: Sequence[Run]) -> Chart:
@@ -102,7 +104,9 @@ def _over_time(run: Run, name: str, runs: int) -> View:
         longest = max(longest, len(places))
         values = [float(getattr(run.tape, name)[i]) for i in places]
         lines.append(line_of(group.label, [run.tape.time_s[i] for i in places], values, (group.colour, False), limit))
-    return figure_view(run.name, Figure(name, "", "", [Panel("", lines, time_label([run]), name)], 1), longest, limit)
+    counts = name == "staleness"
+    panel = Panel("", lines if counts else striped(lines), time_label([run]), name, counts, counts, counts)
+    return figure_view(run.name, Figure(name, "", "", [panel], 1), longest, limit)
 
 
 def _places(run: Run) -> list[tuple[Group, list[int]]]:
@@ -129,7 +133,7 @@ def _histogram(run: Run) -> View:
     for group, places in _places(run):
         counts = Counter(run.tape.staleness[i] // width for i in places)
         series.append(Series(group.label, [counts[i] for i in range(len(edges))], group.colour))
-    return View(run.name, Bars("staleness", "arrivals", names, series, stacked=True))
+    return View(run.name, Bars("staleness", "arrivals", names, series, stacked=True, counts=True))
 
 
 def shares(runs: Sequence[Run]) -> Chart:
