@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from heloco.report.fitted_table import FittedTable
 from heloco.report.run_state import MachineState, Presence, RunState, StateKind
 from heloco.report.terminal import Progress
 from heloco.report.wording import duration
@@ -62,7 +63,7 @@ def state_panel(state: RunState, progress: Progress) -> RenderableType:
     if state.goes_on:
         parts.insert(1, Text(f"{state.goes_on} goes on with it."))
     if state.machines:
-        parts.append(machine_states_table(state))
+        parts.append(FittedTable(machine_states_table(state)))
     return Group(*parts)
 
 
