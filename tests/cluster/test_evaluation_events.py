@@ -1,5 +1,7 @@
 """The scores of an external run as events of its journal: after restarts, rollbacks, and machines that come and go."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import xxhash
 
+import heloco
 from heloco.cluster.protocol.messages import Assignment, EvaluationJob, Ticket
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
@@ -17,8 +20,10 @@ from heloco.cluster.server.service import Service
 from heloco.records.events import Evaluate
 from heloco.records.journal_reader import FOLDER, read_events
 from heloco.run import RunFolder
-from support.own_loops import tape
+from support.local_link import LocalLink
+from support.own_loops import adam, batches, external_runs, net, quiet, step, tape
 from support.runs import evals
+from support.sentences import reword_all
 from support.small_cluster import Clock, Hand, delta, opened
 
 
@@ -171,3 +176,30 @@ def test_scores_for_a_round_that_the_machine_does_not_hold_are_refused(tmp_path)
         hand.link.report_scores(hand.ticket, ScoreReport(**key._asdict(), own_steps=0, scores={"v": {"loss": 1.0}}))
     assert refused.value.code is RefusalCode.NOT_HELD and evals(tmp_path / "run") == []
     service.close()
+
+
+# ---- codes decide
+
+
+def take_part(service: Service) -> tuple[Any, ...]:
+    """A loop of one's own, until its run has ended. Two of its evaluations give no score, and no report is taken."""
+    model, scores = net(), iter([1.0, math.nan, None, 4.0, 5.0])
+    optimizer = adam(model)
+    with heloco.join(LocalLink(service), model, optimizer, tell=quiet, evaluate=lambda _: next(scores)) as run:
+        for batch in batches():
+            run.report_eval(math.nan)
+            step(model, optimizer, batch)
+    service.finish_evaluations()
+    lines = evals(service.state.folder)
+    return run.ended, [line["digest"] for line in tape(service)], [(line["arrival"], line["mean"]["loss"]) for line in lines]
+
+
+@pytest.mark.parametrize("reword", [lambda _: "", lambda _: "all is well", lambda text: f"the run has ended: {text}"])
+def test_refused_scores_take_the_same_course_whatever_the_sentences_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reword: Callable[[str], str]
+) -> None:
+    with external_runs(tmp_path) as serve:
+        expected = take_part(serve("as-it-is", eval_every=1))
+        assert expected[0] and len(expected[1]) == 4 and expected[2] == [(0, 1.0), (3, 4.0), (4, 5.0)]
+        assert "EvaluationResult" in reword_all(monkeypatch, reword)
+        assert take_part(serve("reworded", eval_every=1)) == expected

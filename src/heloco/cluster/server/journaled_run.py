@@ -46,7 +46,8 @@ ACKS_KEPT = 16
 
 class JournaledRun:
     """A synchronizer whose events are in a journal. Without a `folder` nothing is written: that is
-    a replay of the run at `path`."""
+    a replay of the run at `path`. `scorer` evaluates the run's model. With `machines_evaluate` only machines do, and they report
+    what they find."""
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class JournaledRun:
         machines_evaluate: bool = False,
         observers: list[Observer] | None = None,
     ) -> None:
-        """`scorer` evaluates the run's model. With `machines_evaluate`, only machines do, and report what they find."""
         self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
         self.path = folder.path if folder else path
         self.lines = DerivedLines(folder, observers or [])
@@ -80,7 +80,7 @@ class JournaledRun:
         """Version -> the digest of the start file of its rounds, while at least one of them is under way."""
         self.start_places: dict[int, EvaluationDue] = {}
         """Worker -> where the run was when its round was handed out."""
-        self.machine_scores = MachineScores()
+        self.machines_evaluate, self.machine_scores = machines_evaluate, MachineScores()
         self.started_s: dict[int, float] = {}
         """Worker -> the time at which its round was handed out."""
         self.acks: dict[int, deque[Acknowledgement]] = {w: deque(maxlen=ACKS_KEPT) for w in range(synchronizer.workers)}
@@ -94,15 +94,17 @@ class JournaledRun:
         self.checkpoint_under_way: Future[int | None] | None = None
         """The checkpoint that is being written."""
         self.readers = TensorReaders()
-        self.evaluations: EvaluationQueue | None = None
-        self.machines_evaluate = machines_evaluate
-        if (scorer is not None or machines_evaluate) and folder is not None:
-            self.evaluations = EvaluationQueue(folder.path, self.start_layout, scorer, self._note_scores, self.readers)
+        self.evaluations = self._evaluation_queue(scorer)
         self._journal: Journal | None = None
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
         """Threads for the digest, which only reads the parameters, and for fsync."""
         self.slow_work = ThreadPoolExecutor(1, thread_name_prefix="slow-work")
         """A thread for what nobody waits for: checkpoints, and removing files."""
+
+    def _evaluation_queue(self, scorer: Scorer | None) -> EvaluationQueue | None:
+        if self.folder is None or (scorer is None and not self.machines_evaluate):
+            return None
+        return EvaluationQueue(self.folder.path, self.start_layout, scorer, self._note_scores, self.readers)
 
     def open_journal(self, journal: Journal) -> None:
         """Events go to this journal from now on."""

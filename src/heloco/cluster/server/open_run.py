@@ -10,6 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 from torch import Tensor, nn
 
+from heloco.cluster.server.evaluation_queue import FOLDER as EVALUATING
 from heloco.cluster.server.journaled_run import JournaledRun
 from heloco.cluster.server.model_intake import RunFactory
 from heloco.cluster.server.resumption import Resumption
@@ -229,7 +230,7 @@ def external_run(
 
 _ALLOWED_BEFORE_MODEL = (RUN_ID, MODEL_PARTIAL, CREDENTIALS, WORKERS, INCOMING)
 """Names that may exist in the folder before the run has its model."""
-_MADE_WITH_MODEL = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL)
+_MADE_WITH_MODEL = (CONFIG, META, TAPE, EVALS, CHECKPOINTS, ROUNDS, JOURNAL, EVALUATING)
 """Names that are created when the model has arrived. The first checkpoint is written last."""
 
 
