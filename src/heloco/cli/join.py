@@ -75,10 +75,10 @@ def join(arguments: argparse.Namespace) -> int:
     def rounds_done() -> int:
         return int(struct.unpack_from("q", rounds, 0)[0])
 
-    return WarmRestart(lambda is_restart: train(arguments, count, is_restart=is_restart), rounds_done, TRAINING).run()
+    return WarmRestart(lambda is_restart: train(arguments, count, is_restart), rounds_done, TRAINING).run()
 
 
-def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None, *, is_restart: bool = False) -> int:
+def train(arguments: argparse.Namespace, count: Callable[[], None] = lambda: None, is_restart: bool = False) -> int:
     """Joins the run and trains until it ends. `count` is called after each round. `is_restart`: this machine was in the run, and
     waits for it if it is out of reach."""
     if arguments.end_with_stdin:

@@ -51,8 +51,7 @@ class JoinView:
         """The machine's state, for a terminal."""
         assert self._activity is not None
         now = self._activity()
-        facts = Table.grid(padding=(0, 3))
-        facts.add_row(*(Text(f"{name} {value}") for name, value in figures(now)))
+        facts = Text(" · ".join(f"{name} {value}" for name, value in figures(now)))  # wraps where the terminal is narrow
         parts: list[RenderableType] = [self._progress(now), facts]
         if now.is_suspended or now.waits_for:
             reason = f"waits: {now.waits_for}" if now.waits_for else "the run is suspended: this machine keeps its round"
