@@ -38,7 +38,7 @@ def methods(arguments: argparse.Namespace) -> int:
         return 0
     for method in descriptions:
         knobs = " ".join(f"{flag_of(name)} {format_value(value)}" for name, value in method["settings"].items())
-        print(f"{method['name']}\n    {method['about']}\n    {method['equation']}")
+        print("\n    ".join(filter(None, (method["name"], method["about"], method["equation"]))))
         weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
         print(f"    ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}\n")
     print(WHAT_TO_USE)
