@@ -1,6 +1,7 @@
 """Lightning's Trainer in a run: what a LightningModule with the callback trains, reports and holds at the end."""
 
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def test_an_error_in_the_module_leaves_the_run(serve):
     assert lines[-1].startswith("Left ") and not callback.joined.ended
 
 
-def test_strategies_that_spread_the_parameters_are_refused(serve):
+def test_strategies_that_spread_the_parameters_are_refused(serve, monkeypatch):
+    monkeypatch.setattr("os.environ", os.environ.copy())  # Lightning writes the addresses of its processes there
     strategies = importlib.import_module("lightning.pytorch.strategies")
     module = module_of()
     module.configure_model = lambda: None
@@ -167,3 +169,4 @@ def test_strategies_that_spread_the_parameters_are_refused(serve):
     strategy = strategies.ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
     with pytest.raises(heloco.UserError, match=r"^The Trainer's ModelParallelStrategy spreads the parameters over processes: "):
         fit(module, callback, strategy=strategy, devices=1)
+    torch.distributed.destroy_process_group()

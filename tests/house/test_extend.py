@@ -24,7 +24,7 @@ from heloco.run.settings import knob_settings, to_toml
 from heloco.task import TASKS
 from support.extensions import Block, Fading, build_sums, sign_step, simulated
 from support.repository import REPOSITORY
-from support.runs import heloco
+from support.runs import TINY, heloco
 from support.small_cluster import Hand, opened
 
 pytestmark = pytest.mark.usefixtures("nothing_stays_registered")
@@ -111,6 +111,21 @@ def test_its_parameters_are_knobs_settings_and_flags():
     with pytest.raises(UserError, match="heloco-ramp has no knob 'boost'"):
         simulated(boost=1)
     assert set(simulated(method="scaled", boost=0.0).tape[-1].blocks.movement) == {0.0}
+
+
+def test_a_knob_that_is_called_as_a_setting_of_real_machines_is_not_mistaken_for_it():
+    def cautious(theta: Tensor, m: Tensor, delta: Tensor, rho: float, *, lr: float = 0.1, patience: float = 4.0) -> Block:
+        """Cautious descent."""
+        return theta - lr * rho * delta / patience, m
+
+    package.register_method("cautious", cautious)
+    with pytest.raises(UserError, match=r"^patience is a setting of runs on real machines: the knob of cautious is outer_pat"):
+        simulated(method="cautious", patience=8.0)
+    flags = ("train", *TINY, "--method", "cautious", "--patience", "8")
+    assert heloco(*flags).sentence.endswith("the knob of cautious is --outer-patience.")
+    assert simulated(method="cautious", outer_patience=8.0).config.outer.knobs["outer_patience"] == 8.0
+    simulated(patience=8.0)  # no knob of the default method
+    assert "cautious\n    Cautious descent.\n    ρ:" in heloco("methods").out
 
 
 def test_a_rules_own_delay_stays_what_the_rule_says():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from heloco.engine.simulate import simulate
 from heloco.errors import RunStopped, UserError
 from heloco.run.argument_names import in_python, python_errors
 
@@ -29,3 +30,9 @@ def test_the_error_stays_what_it_is(kind):
     with pytest.raises(kind) as error, python_errors():
         raise kind("lower --lr")
     assert str(error.value) == "lower lr"
+
+
+def test_an_unknown_method_is_answered_without_flags():
+    with pytest.raises(UserError, match=r"There is no method 'mine' here; .* or import the module that registers it\.$") as error:
+        simulate(method="mine")
+    assert "--" not in str(error.value)

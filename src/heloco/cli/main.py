@@ -164,7 +164,7 @@ def train(arguments: argparse.Namespace) -> int:
     from heloco.engine.build import build_task
     from heloco.engine.local import LocalRun, describe
     from heloco.run import RunConfig, RunFolder, make_next, resolve, with_fields
-    from heloco.run.settings import read_toml, with_recipe
+    from heloco.run.settings import check_knob_names, read_toml, with_recipe
 
     logs, seeds = logs_of(arguments), seed_count(arguments)
     flags = given_fields(arguments)
@@ -172,6 +172,8 @@ def train(arguments: argparse.Namespace) -> int:
     is_real = arguments.engine == "ray"
     values = with_recipe(arguments.recipe, settings, is_real=is_real)
     config = resolve(with_fields(RunConfig(), with_seats(values, 0) if is_real else values))
+    if not is_real:
+        check_knob_names(config, flags)
     warn_of_rates(config)
     if arguments.out:
         RunFolder.check_free(arguments.out)

@@ -20,7 +20,7 @@ from heloco.run import RunConfig, RunFolder, resolve, with_fields
 from heloco.run.argument_names import in_python, python_errors
 from heloco.run.config import FIELDS
 from heloco.run.rates import rate_warnings
-from heloco.run.settings import NAMED, with_recipe
+from heloco.run.settings import NAMED, check_knob_names, with_recipe
 from heloco.task import Task
 
 
@@ -83,6 +83,7 @@ def simulate(
                 raise UserError(f"{name} describes a task, and one was given: leave it out, or leave the task out.")
         name_items(settings)
         config = resolve(with_fields(RunConfig(), with_recipe(recipe, {"paces": list(paces), **settings})))
+        check_knob_names(config, settings)
         for warning in rate_warnings(config):
             warnings.warn(in_python(warning), stacklevel=2)
         if out is not None:

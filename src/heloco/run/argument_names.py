@@ -10,6 +10,8 @@ from heloco.run.values import convert
 
 FLAG = re.compile(r"--([a-z][a-z0-9-]*)(?: ([^\s;:]*[^\s;:.,)]))?")
 """A flag, and the word after it, which may be its value."""
+PLUGIN_REMEDY = "name its module with --plugin", "import the module that registers it"
+"""What is done on the command line about an unknown name, and what in Python."""
 OTHER_ARGUMENTS = ("out", "recipe")
 """The arguments of `heloco.simulate` that are flags too, and no settings."""
 
@@ -27,7 +29,7 @@ def python_errors() -> Iterator[None]:
 def in_python(sentence: str) -> str:
     """The sentence with `--outer-lr` as outer_lr, and `--assign flexible` as assign="flexible". Commands, which stand between
     backticks, stay as they are."""
-    parts = sentence.split("`")
+    parts = sentence.replace(*PLUGIN_REMEDY).split("`")
     parts[::2] = [FLAG.sub(_argument, part) for part in parts[::2]]
     return "`".join(parts)
 

@@ -99,6 +99,16 @@ def _without_unchosen(name: str, values: Settings, settings: Settings) -> Settin
     return {setting: value for setting, value in values.items() if setting != name or setting in settings}
 
 
+def check_knob_names(config: RunConfig, chosen_names: Collection[str]) -> None:
+    """Raises UserError if a setting that only real machines use was chosen in a simulation, and its rule has a knob of the same
+    name: the knob was meant."""
+    knobs = METHODS.find(config.outer.method).rule.knobs
+    for name in chosen_names:
+        if FIELDS.get(name) == "cluster" and name in knobs:
+            flag = knob_setting(name).replace("_", "-")
+            raise UserError(f"{name} is a setting of runs on real machines: the knob of {config.outer.method} is --{flag}.")
+
+
 # ---- TOML
 
 

@@ -81,6 +81,7 @@ class HeLoCoLightningCallback(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Joins the run with the module and all its optimizers."""
         self.leave()  # an earlier training may have been interrupted
+        self.joined = None
         joined = join(self._address, pl_module, trainer.optimizers, stop_at_end=False, **self._options)
         if not joined.active:
             return
