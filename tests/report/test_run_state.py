@@ -235,6 +235,7 @@ def test_without_a_status_the_journal_tells_of_machines_and_pauses(service: Serv
 def test_a_copy_of_a_run_that_is_out_of_reach_is_silent_unless_the_run_had_said_that_it_ends(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    Hand(service, "one")
     last_status = LastStatus(is_copy=True)
     state_watch = StateWatch(Run(service.state.folder), last_status)
     assert state_watch.look().kind == "silent", "the lock on a copy says nothing"

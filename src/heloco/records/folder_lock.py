@@ -1,7 +1,7 @@
 """The lock that a process holds on a run's folder while it writes there, and whether one does."""
 
 import os
-import time
+import threading
 from pathlib import Path
 
 try:
@@ -9,20 +9,19 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PATIENCE_S = 0.2
-"""How long a lock is tried to be taken. Whoever looks whether it is held holds it for an instant."""
+ATTEMPTS, PAUSE_S = 20, 0.01
+"""How often a lock is tried to be taken, and how long between two attempts. Whoever looks whether it is held holds it for an
+instant."""
 
 
 def lock_folder(descriptor: int) -> None:
     """Locks an open folder until its descriptor is closed. Raises BlockingIOError if another process writes there."""
-    until = time.monotonic() + PATIENCE_S
-    while True:
+    for _ in range(ATTEMPTS - 1):
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.01)
+            threading.Event().wait(PAUSE_S)
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_locked(folder: Path) -> bool | None:

@@ -296,4 +296,6 @@ def serve(
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         page.end()
 
-    EndingServer(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1), end).run(sockets=[listening])
+    EndingServer(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1), end).run(
+        sockets=[listening]
+    )

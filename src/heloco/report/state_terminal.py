@@ -71,13 +71,13 @@ def machine_states_table(state: RunState) -> Table:
     """The machines of a run: which are here, and when each was last heard of."""
     caption = f"{state.machines_left_out} more are left out" if state.machines_left_out else None
     table = Table(box=None, padding=(0, 2), header_style="dim", caption=caption, caption_justify="left")
-    for name in ("machine", "worker", "is", "last heard of", "arrivals", "per minute"):
+    for name in ("machine", "is", "last heard of", "worker", "arrivals", "per minute"):
         table.add_column(name, justify="right" if name in ("worker", "arrivals", "per minute") else "left")
     for machine in state.machines:
         rate = "–" if machine.per_minute is None else f"{machine.per_minute:g}"
         presence = PRESENCE[machine.presence] + (f" ({machine.why})" if machine.why else "")
         table.add_row(
-            *map(Text, (machine.name, machine.worker, presence, heard_in_words(machine), f"{machine.arrivals:,}", rate))
+            *map(Text, (machine.name, presence, heard_in_words(machine), machine.worker, f"{machine.arrivals:,}", rate))
         )
     return table
 

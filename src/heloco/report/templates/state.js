@@ -29,7 +29,7 @@
   const build = () => {
     const card = {badge: make("strong", "badge"), name: make("span", "name"), reason: make("span", "reason"), bar: make("progress"), facts: make("p", "facts"),
       goesOn: make("p", "goes-on"), rows: make("tbody"), summary: make("summary"), more: make("p", "about")};
-    const head = make("tr", "", ...["machine", "worker", "is", "last heard of", "arrivals", "per minute"].map((name, i) => make("th", [1, 4, 5].includes(i) ? "number" : "", name)));
+    const head = make("tr", "", ...["machine", "is", "last heard of", "worker", "arrivals", "per minute"].map((name, i) => make("th", i > 2 ? "number" : "", name)));
     const line = make("p", "line", card.badge, card.name, card.reason);
     line.setAttribute("role", "status");
     card.machines = make("details", "", card.summary, make("div", "wide", make("table", "", make("thead", "", head), card.rows)), card.more);
@@ -43,7 +43,7 @@
     const presence = make("td", `presence ${machine.presence}`, PRESENCE[machine.presence], ...(machine.why ? [make("small", "", machine.why)] : []));
     const name = make("th", "", machine.name);
     name.scope = "row";
-    return make("tr", "", name, make("td", "number", machine.worker), presence, make("td", "", heard),
+    return make("tr", "", name, presence, make("td", "", heard), make("td", "number", machine.worker),
       make("td", "number", machine.arrivals.toLocaleString("en")), make("td", "number", machine.per_minute === null ? "–" : numbers(machine.per_minute)));
   };
   const draw = (card, state) => {
