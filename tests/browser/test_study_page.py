@@ -51,7 +51,7 @@ def test_a_dark_page_has_dark_figures_and_paper_is_light(page, path):
         texts = lightness(page, "svg text", "fill")
         assert len(texts) > 10
         if is_dark:
-            assert background < 40 and min(texts) > 120
+            assert background < 40 and min(texts) > 100
         else:
             assert background == 255 and max(texts) < 140
 

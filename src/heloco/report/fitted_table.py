@@ -14,6 +14,8 @@ WHOLE = 24
 
 @dataclass(frozen=True)
 class _Widths:
+    """How wide a column may be."""
+
     narrowest: int
     """Nothing is broken but long texts, between words."""
     widest: int
