@@ -92,7 +92,7 @@ def share_room(narrowest: Sequence[int], widest: Sequence[int], room: int) -> li
 
 
 def _text(console: Console, cell: RenderableType) -> Text:
-    return cell if isinstance(cell, Text) else console.render_str(str(cell))
+    return cell if isinstance(cell, Text) else console.render_str(str(cell), highlight=False)
 
 
 def _widths(console: Console, header: RenderableType, cells: Sequence[RenderableType]) -> _Widths:
