@@ -214,10 +214,10 @@ def test_lines_on_each_other_are_drawn_in_turns(tmp_path):
 
 
 def test_points_are_not_joined_and_counts_have_whole_ticks(tmp_path):
-    panel = Panel("", [Line("mla", [0, 1, 2, 3], [0, 1, 0, 2])], "seconds", "staleness", True, True, True)
+    panel = Panel("", [Line("mla", [0, 100, 200, 300], [0, 1, 0, 2])], "seconds", "staleness", True, True, True)
     words = texts(Figure("points", "", "", [panel]), tmp_path)
     ticks = [word.replace("−", "-") for word in words if re.fullmatch(r"[-−]?\d+(\.\d+)?", word)]
-    assert ticks and not any("." in tick for tick in ticks if float(tick) not in (0.5, 1.5, 2.5))
+    assert ticks and not any("." in tick for tick in ticks)
     svg = (tmp_path / "points.svg").read_text()
     assert len(re.findall(rf"<use [^>]*fill: {METHOD_COLOURS['mla']}", svg)) >= 4
     axis = y_range(panel.lines, True, True)

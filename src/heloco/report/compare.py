@@ -54,7 +54,9 @@ def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) ->
     measures = [m for m in measures_of(runs) if any(record.mean.get(m) is not None for record in records.values())]
     sources = list(dict.fromkeys(source for record in records.values() for source in record.scores))
     header, columns = ["run"], [[Cell(group.name) for group in groups]]
-    spent = [[float(getattr(record, budget)) for record in row] for row in rows]
+    at = [[float(getattr(record, budget)) for record in row] for row in rows]
+    ends = [[min(limit, float(getattr(run.evals[-1], budget))) for run in group.runs] for group in groups]
+    spent = at if budget == "units" else ends  # a barrier's last model within the time is all that it has then
 
     def add(name: str, measure: str, value: Callable[[EvaluationRecord], float | None]) -> None:
         header.append(name)
@@ -69,7 +71,7 @@ def table_at(runs: Sequence[Run], budget: Budget, limit: float | None = None) ->
     columns += [[Cell(str(len(group.runs))) for group in groups]] if has_seeds(groups) else []
     columns.append([Cell(span_in_words([record.arrival for record in row])) for row in rows])
     if budget == "time_s":
-        columns.append([Cell(f"{span_in_words([float(f'{at:.6g}') for at in row])} s") for row in spent])
+        columns.append([Cell(f"{span_in_words([float(f'{time_s:.6g}') for time_s in row])} s") for row in at])
     else:
         columns.append([Cell(span_in_words([record.units for record in row])) for row in rows])
     caption = "Each run's last evaluation within the budget, mean over sources; then the loss of each source. "

@@ -14,7 +14,7 @@ DARK_PAPER, DARK_INK = "#15171a", "#e6e8ea"
 COLOUR = re.compile(r"#([0-9a-f]{6})\b")
 GREY = 8
 """A colour whose parts differ by no more is grey."""
-LUMINANCE = 0.18
+LUMINANCE = 0.24
 """The least luminance of a line on a dark page."""
 
 

@@ -14,6 +14,8 @@ WHOLE = 24
 
 @dataclass(frozen=True)
 class _Widths:
+    """How wide a column may be."""
+
     narrowest: int
     """Nothing is broken but long texts, between words."""
     widest: int
@@ -90,7 +92,7 @@ def share_room(narrowest: Sequence[int], widest: Sequence[int], room: int) -> li
 
 
 def _text(console: Console, cell: RenderableType) -> Text:
-    return cell if isinstance(cell, Text) else console.render_str(str(cell))
+    return cell if isinstance(cell, Text) else console.render_str(str(cell), highlight=False)
 
 
 def _widths(console: Console, header: RenderableType, cells: Sequence[RenderableType]) -> _Widths:

@@ -149,7 +149,7 @@ def _draw_panel(axes: "Axes", panel: Panel, looks: dict[Kind, Look], y_range: Ra
     beyond = [f"↑ to {max(values):.4g}"] if values and max(values) > y_range.high else []
     beyond += [f"↓ to {min(values):.4g}"] if values and min(values) < y_range.low else []
     axes.set_title("  ".join(beyond), loc="right", fontsize=7, fontweight="normal", color="#666666")
-    if sum(not line.paper for line in panel.lines) <= FEW_LINES:
+    if not panel.points and sum(not line.paper for line in panel.lines) <= FEW_LINES:
         _write_last_values(axes, panel, looks, y_range, height_in)
 
 

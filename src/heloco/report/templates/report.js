@@ -54,7 +54,7 @@
   const titled = text => ({text: plain(text), standoff: 8});
   /* An axis of counts has no ticks between whole numbers: Plotly chooses them so by itself where there are more than a few. */
   const whole = values => Math.max(...values) - Math.min(...values) <= 8 ? {dtick: 1, tick0: 0} : {};
-  const counted = label => !label.endsWith("(s)");
+  const isCount = label => !label.endsWith("(s)");
   /* A long name takes several lines of a legend. */
   const lettersIn = width => Math.max(12, Math.floor((width - 100) / 6.6));
   const wrapName = (name, width) => (String(name).match(new RegExp(`[^]{1,${lettersIn(width)}}`, "g")) || [""]).map(plain).join("<br>");
@@ -76,7 +76,7 @@
       const match = (side, label) => { const at = first[side][label]; if (at === undefined) first[side][label] = side + n; return at; };
       layout["xaxis" + n] = axis({domain: [left, left + span], anchor: "y" + n, title: titled(panel.x_label), matches: match("x", panel.x_label),
         hoverformat: ",.6~g", showgrid: false, zeroline: false,
-        ...(counted(panel.x_label) && panel.lines.some(line => line.x.length) ? whole(panel.lines.flatMap(line => [line.x[0] ?? 0, line.x.at(-1) ?? 0])) : {})});
+        ...(isCount(panel.x_label) && panel.lines.some(line => line.x.length) ? whole(panel.lines.flatMap(line => [line.x[0] ?? 0, line.x.at(-1) ?? 0])) : {})});
       layout["yaxis" + n] = axis({domain: [Math.max(0, top - tall / inner), top], anchor: "x" + n, type: log ? "log" : "linear",
         title: titled(column && view.panels[i - 1].y_label === panel.y_label ? "" : panel.y_label), matches: match("y", panel.y_label)});
       if (panel.counts && panel.range) Object.assign(layout["yaxis" + n], whole(panel.range));
