@@ -66,7 +66,7 @@ class JournaledRun:
         self.lines = DerivedLines(folder, observers or [])
         self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
         self.contribution_layout = layout_of(FULL, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
-        self.book = MachineBook()
+        self.book, self.readers = MachineBook(), TensorReaders()
         self.time_s = 0.0
         """Time of the last event."""
         self.units = 0
@@ -93,7 +93,6 @@ class JournaledRun:
         """Arrivals at the last checkpoint."""
         self.checkpoint_under_way: Future[int | None] | None = None
         """The checkpoint that is being written."""
-        self.readers = TensorReaders()
         self.evaluations = self._evaluation_queue(scorer)
         self._journal: Journal | None = None
         self._background = ThreadPoolExecutor(2, thread_name_prefix="background")
