@@ -23,6 +23,8 @@ from support.runs import on_threads, train, write_text
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported: its interpreter then runs the kernels here
 
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and output would be wrapped as in a terminal
+
 if "OMP_NUM_THREADS" not in os.environ:  # several test processes share the cores: threads of each would wait for those of others
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)

@@ -5,11 +5,13 @@ Http           the protocol of one connection. uvicorn has no way to refuse a se
                answering the first, or to answer in our own words what is no HTTP.
 OwnListener    a server with a listener of ours. uvicorn has no way to count connections before TLS.
 EndingServer   a server that says when it ends. Otherwise uvicorn cancels the streams of open pages, with a traceback for each.
+               Its log is silent from then on: what cannot be sent in the time that is left is cut off, also with tracebacks.
 should_exit    makes a server in another thread end. There is no documented way.
 The modules    that uvicorn imports when a server starts are imported here, so that a process that is forked later has them.
 """
 
 import contextlib
+import logging
 import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -108,6 +110,7 @@ class EndingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._before_end()
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         await super().shutdown(sockets)
 
 

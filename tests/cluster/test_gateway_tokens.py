@@ -121,6 +121,7 @@ REQUESTS: list[tuple[str, str, Any, set[Right]]] = [
     ("GET", "/v1/start?worker=0&round=0&version=0", None, {"worker"}),
     ("GET", "/v1/evaluation?arrival=0", None, {"worker"}),
     ("POST", "/v1/evaluation", {"arrival": 0, "scores": {"x": {"loss": 1.0}}}, {"worker"}),
+    ("POST", "/v1/scores", {"worker": 0, "round": 0, "version": 0, "own_steps": 0, "scores": {}}, {"worker"}),
     ("GET", "/v1/final", None, {"worker"}),
     ("GET", "/v1/contribution?worker=0&round=0&version=0", None, {"worker"}),
     ("PUT", "/v1/contribution?worker=0&round=0&version=0&offset=0", b"x", {"worker"}),

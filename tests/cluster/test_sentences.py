@@ -19,7 +19,7 @@ from heloco.cli.watch import in_the_terminal
 from heloco.cluster.client.run_client import RunClient, RunEnded, why_obsolete
 from heloco.cluster.client.worker import Worker
 from heloco.cluster.protocol.link import LinkDown
-from heloco.cluster.protocol.messages import Paused, RunInfo
+from heloco.cluster.protocol.messages import Paused
 from heloco.cluster.protocol.refusals import Refused
 from heloco.cluster.server.scorers import ScorerProcess
 from heloco.cluster.server.service import Service
@@ -29,10 +29,11 @@ from heloco.records.run_facts import read_facts
 from heloco.records.run_files import META
 from heloco.report.journal_summary import JournalSummary
 from heloco.report.run_reader import read_runs
+from heloco.report.run_state import LastStatus
 from heloco.report.summary import read_summary
 from heloco.wire.layout import Layout
 from support.gateways import Machine, Serve, train
-from support.local_link import LocalLink
+from support.local_link import LocalLink, Unreachable
 from support.own_loops import adam, batches, external_runs, net, quiet, step, tape, values
 from support.runs import lines
 from support.sentences import reword_all, without_prose
@@ -237,20 +238,6 @@ def test_a_machine_knows_how_its_run_ended_and_which_round_is_obsolete(tmp_path,
     service.close()
 
 
-class Unreachable(LocalLink):
-    """A link that is down for its first requests."""
-
-    def __init__(self, service: Service, failures: int) -> None:
-        super().__init__(service)
-        self.failures = failures
-
-    def describe(self) -> RunInfo:
-        self.failures -= 1
-        if self.failures >= 0:
-            raise LinkDown("The gateway does not answer.")
-        return super().describe()
-
-
 @with_other_sentences
 def test_a_machine_says_that_its_run_is_out_of_reach_and_that_it_is_back(tmp_path, monkeypatch, reword):
     reword_all(monkeypatch, reword)
@@ -290,8 +277,11 @@ def test_a_pause_is_shown_when_its_kind_changes(tmp_path, monkeypatch, capsys, r
 @with_other_sentences
 def test_a_run_that_is_watched_is_given_up_for_whatever_reason(tmp_path, reword):
     service = opened(tmp_path / "run", Clock(), **SETTINGS)
+    last_status = LastStatus()
+    service.admin.stop(reword("it is gone"))
+    last_status.take(service.admin.status())
     with pytest.raises(RunStopped):
-        in_the_terminal(read_runs([tmp_path / "run"]), lambda: reword("it is gone"))
+        in_the_terminal(read_runs([tmp_path / "run"]), {tmp_path / "run": last_status})
     service.close()
 
 

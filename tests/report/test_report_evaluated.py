@@ -48,7 +48,7 @@ def run(tmp_path: Path) -> Run:
 def test_the_curve_of_the_run_has_the_scores_of_its_model_alone(run: Run) -> None:
     assert [record.arrival for record in run.evals] == [0, 2, 4, 6] and run.sources == ["de", "[/en]"]
     assert run.measures == ["loss", "words"]
-    loss, words = scores([run]).views
+    loss, words, *_ = scores([run]).views
     assert list(loss.content.panels[0].lines[0].y) == [5.5, 5.0, 4.5, 4.0]
     assert list(words.content.panels[0].lines[0].y) == [50.0, 45.0, 40.0, 35.0]
     chart = own_scores([run])

@@ -134,5 +134,5 @@ def train(tiny: tuple[Task, RunConfig], link: Any, name: str, **options: Any) ->
     return Worker(*tiny, tell=lambda _: None).run(link, name, link.describe().run, **options)
 
 
-def page_of(folder: Path) -> Any:
+def page_of(folder: Path, _: Any) -> Any:
     return PAGES[str(folder)]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 import heloco
-from heloco.cluster.protocol.link import digest_of
+from heloco.cluster.protocol.link import LinkDown, digest_of
 from heloco.cluster.protocol.messages import (
     Acknowledgement,
     BeatAnswer,
@@ -88,3 +88,17 @@ class LocalLink:
 
     def close(self) -> None:
         """There is nothing to close."""
+
+
+class Unreachable(LocalLink):
+    """A link that is down for its first requests."""
+
+    def __init__(self, service: Service, failures: int) -> None:
+        super().__init__(service)
+        self.failures = failures
+
+    def describe(self) -> RunInfo:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise LinkDown("The gateway does not answer.")
+        return super().describe()

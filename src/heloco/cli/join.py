@@ -192,6 +192,6 @@ def print_state(state: "RunState") -> None:
 
     print(wrap_line(f"{state.name}: {state_line(state)}."))
     if state.goes_on:
-        print(wrap_line(f"`{state.goes_on}` goes on with it."))
+        print(f"`{state.goes_on}` goes on with it.")
     if state.machines:
         Console(width=terminal_width() or PIPE_COLUMNS).print(FittedTable(machine_states_table(state)))

@@ -44,9 +44,8 @@ def methods(arguments: argparse.Namespace) -> int:
         knobs = " ".join(f"{flag_of(name)} {format_value(value)}" for name, value in method["settings"].items())
         weights = dict.fromkeys((method["weight"], method["flexible_weight"]))
         print(method["name"])
-        for line in filter(
-            None, (method["about"], method["equation"], f"ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}")
-        ):
+        rho = f"ρ: {', with flexible shards '.join(weights)}   knobs: {knobs}"
+        for line in filter(None, (method["about"], method["equation"], rho)):
             print(wrap_line(f"    {line}", INDENT))
         print()
     for line in WHAT_TO_USE.splitlines():

@@ -290,12 +290,5 @@ def serve(
     listening = listen(host, port)
     url_host = f"[{host}]" if ":" in host else host
     began(f"http://{url_host}:{listening.getsockname()[1]}")
-
-    def end() -> None:
-        """What is not sent within the grace period is cut off, which is no error: uvicorn would print a traceback for each."""
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        page.end()
-
-    EndingServer(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1), end).run(
-        sockets=[listening]
-    )
+    config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    EndingServer(config, page.end).run(sockets=[listening])

@@ -1,10 +1,13 @@
 """What a machine in a run is doing, for the person who runs it."""
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from heloco.cluster.protocol.messages import WaitKind
 
+T = TypeVar("T")
 Doing = Literal["joining", "waiting", "receiving", "training", "sending", "evaluating"]
 
 
@@ -19,6 +22,13 @@ class Transfer:
     def bytes_per_s(self) -> float:
         """How fast it was, its acknowledgement included."""
         return self.bytes / max(self.seconds, 1e-9)
+
+
+def timed_transfer(size: int, transfer: Callable[[], T]) -> tuple[T, Transfer]:
+    """Calls `transfer`, which sends or receives `size` bytes. Returns its result, and how long it took."""
+    began = time.monotonic()
+    result = transfer()
+    return result, Transfer(size, time.monotonic() - began)
 
 
 @dataclass(frozen=True, kw_only=True)

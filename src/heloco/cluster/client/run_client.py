@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from heloco.cluster.client.activity import Doing, Transfer
+from heloco.cluster.client.activity import Doing, Transfer, timed_transfer
 from heloco.cluster.protocol.link import Link, LinkDown
 from heloco.cluster.protocol.messages import (
     Acknowledgement,
@@ -261,9 +261,8 @@ class RunClient:
         self.doing = "receiving"
 
         def fetch(ticket: Ticket) -> dict[str, Tensor]:
-            began = time.monotonic()
-            start = self.link.fetch(ticket, assignment.key, layout, assignment.start_digest)
-            self.download = Transfer(layout.size, time.monotonic() - began)
+            fetch_it = lambda: self.link.fetch(ticket, assignment.key, layout, assignment.start_digest)  # noqa: E731
+            start, self.download = timed_transfer(layout.size, fetch_it)
             return start
 
         return self._call(fetch)
@@ -278,9 +277,7 @@ class RunClient:
         self.doing = "sending"
 
         def send(ticket: Ticket) -> Acknowledgement:
-            began = time.monotonic()
-            ack = self.link.hand_in(ticket, key, layout, tensors, report)
-            self.upload = Transfer(layout.size, time.monotonic() - began)
+            ack, self.upload = timed_transfer(layout.size, lambda: self.link.hand_in(ticket, key, layout, tensors, report))
             return ack
 
         try:
@@ -346,9 +343,7 @@ class RunClient:
                 reason = refusal.text
             waited_s = time.monotonic() - began
             if waited_s > self.patience_s:
-                raise RunStopped(
-                    f"The run at {self.link.address} was out of reach for {self.patience_s:g} s ({reason}): given up."
-                )
+                raise RunStopped(f"{self.link.address} was out of reach for {self.patience_s:g} s ({reason}): given up.")
             if not was_away or reason != last_reason:
                 self.tell(f"{reason} Trying again.")
             was_away, last_reason, self.out_of_reach = True, reason, reason
