@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -30,6 +30,9 @@ from heloco.errors import RunStopped, UserError
 from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
 
+if TYPE_CHECKING:
+    from heloco.cluster.client.contribution_codes import ContributionCodes
+
 T = TypeVar("T")
 Scores = dict[str, dict[str, float | None]]
 """Source -> measure -> value; None if it is not finite."""
@@ -38,6 +41,8 @@ PAUSE_SHARE = 1 / 8
 """The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
 POLL_S = 10.0
 FINAL_TRIES = 3
+WHOLE = "fp32"
+"""The format of contributions that are sent as they are: for them no encoder is loaded."""
 
 
 class RunEnded(Exception):
@@ -105,6 +110,8 @@ class RunClient:
         self.waiting: Wait | None = None
         """Why this machine has no round at the moment; None if it has one, or has not asked."""
         self._joined: Joined | None = None
+        self._codes: ContributionCodes | None = None
+        self._last_accepted = -1
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate = evaluate
         self._round_key: RoundKey | None = None
@@ -140,6 +147,10 @@ class RunClient:
         except Refused as refusal:
             _raise_if_ended(refusal)
             raise
+        if self._joined.terms.wire != WHOLE and (self._codes is None or not self._codes.fit(self._joined)):
+            from heloco.cluster.client.contribution_codes import ContributionCodes
+
+            self._codes = ContributionCodes(self._joined)
         self._returning = self._joined.ticket
         self._keep_ticket(self._joined.ticket)
         return self._joined
@@ -184,6 +195,7 @@ class RunClient:
             if self.joined.start_layout is None:  # the run got its model after this machine had joined
                 self._enter()
             self._hold(answer.key)
+            self._last_accepted = answer.last_accepted
             try:
                 return TakenRound(answer, self._fetch(answer))
             except NotHeld:
@@ -227,8 +239,11 @@ class RunClient:
             self.steps, self.obsolete, self._round_key = 0, None, key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
-        """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
+        """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused. It is
+        encoded once, however often it is sent."""
         layout = Layout(self.joined.contribution_layout or ())
+        if self._codes is not None:
+            tensors = self._codes.encode(key, tensors, last_accepted=self._last_accepted)
         try:
             return self._call(lambda ticket: self.link.hand_in(ticket, key, layout, tensors, report))
         finally:
