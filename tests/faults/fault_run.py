@@ -50,8 +50,8 @@ class FaultRun:
         fresh: bool = False,
         wire: str = "fp32",
     ) -> None:
-        """`step_s`: minimal duration of an inner step. `fresh`: processes are started, as real ones are, and not forked. `wire`: the
-        format of contributions."""
+        """`step_s`: minimal duration of an inner step. `fresh`: processes are started, as real ones are, and not forked. `wire`:
+        the format of contributions."""
         self.folder, self.faults, self.disk, self.step_s = folder, list(faults), disk, step_s
         self.run = (disk.path if disk else folder) / "run"
         self.workers, self.arrivals, self.wire = workers, arrivals, wire

@@ -44,7 +44,7 @@ from heloco.wire.layout import Layout
 
 ENDLESS = 1 << 60
 """Windows of a shard in an external run, where the machines have the data."""
-OF_CONTRIBUTIONS = frozenset({"wire", "rounding", "error_feedback", "feedback_decay"})
+SERVED_LINK_SETTINGS = frozenset({"wire", "rounding", "error_feedback", "feedback_decay"})
 """The settings of [links] that a served run honours."""
 Clock = Callable[[], float]
 
@@ -59,7 +59,7 @@ def check_servable(config: RunConfig) -> None:
         )
     links = config.links
     whole_starts = {"wire_down"} if links.wire_down == "fp32" else set[str]()
-    if options := [name for name in links.changed_options if name not in OF_CONTRIBUTIONS | whole_starts]:
+    if options := [name for name in links.changed_options if name not in SERVED_LINK_SETTINGS | whole_starts]:
         raise UserError(
             f"{', '.join(options)} cannot be set in a served run yet: starts travel whole, machines wait for them, and links "
             "have the speed that they have. Leave it out, or simulate the run."
