@@ -224,8 +224,7 @@ def name_parts(kind: str, index: int, parts: Iterable[Tensor]) -> dict[str, Tens
 
 def read_block(format: Format, kind: str, index: int, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor | CodedBlock:
     """A block from the tensors of a file."""
-    names = (blocks.block_name(part_kind, index) for part_kind in (kind, blocks.SCALE))
-    return format.block([tensors[name] for name in names if name in tensors], shape)
+    return format.block(blocks.parts_of(kind, index, tensors), shape)
 
 
 def decode_block(block: Tensor | CodedBlock, device: torch.device) -> Tensor:

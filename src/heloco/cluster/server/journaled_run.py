@@ -37,7 +37,7 @@ from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks
 from heloco.wire.encoder import NO_ROUND
-from heloco.wire.formats import find_format, layout_of, read_block
+from heloco.wire.formats import find_format, layout_of
 from heloco.wire.layout import Layout, map_tensors
 
 ACKS_KEPT = 16
@@ -64,7 +64,6 @@ class JournaledRun:
         self.lines = DerivedLines(folder, observers or [])
         self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
         self.format = find_format(config.links.wire)
-        """The format in which contributions travel and are kept."""
         self.contribution_layout = layout_of(self.format, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
         self.book = MachineBook()
         self.time_s = 0.0
@@ -231,7 +230,7 @@ class JournaledRun:
 
     def _contribution(self, event: Receive, tensors: dict[str, torch.Tensor]) -> Contribution:
         pseudo_gradient = [
-            read_block(self.format, blocks.PSEUDO_GRADIENT, index, tensors, parameter.shape)
+            self.format.block(blocks.parts_of(blocks.PSEUDO_GRADIENT, index, tensors), parameter.shape)
             for index, parameter in enumerate(self.synchronizer.parameters)
         ]
         return Contribution(
