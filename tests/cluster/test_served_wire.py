@@ -234,6 +234,22 @@ def test_a_machine_whose_process_is_started_again_begins_without_what_was_left_o
     assert hand.equals(one_seat)
 
 
+@pytest.mark.parametrize("seats", [4, 5])
+def test_a_machine_keeps_what_its_codes_left_out_for_four_workers(tmp_path, clock, seats):
+    """With five it comes to each again only after it was dropped."""
+    service = opened(tmp_path / "run", clock, paces=[1.0] * seats)
+    hand = ByHand(workers=seats)
+    encoders = [hand.encoder(worker) for worker in range(seats)]
+    with joined(service) as machine:
+        for seed in range(3 * seats):
+            ack = machine.work(seed)
+            assert (ack.worker, ack.round) == (seed % seats, seed // seats)
+            encoder, last = (encoders[ack.worker], ack.round - 1) if seats == 4 else (hand.encoder(ack.worker), NO_ROUND)
+            hand.apply(encoder, ack.round, seed, last_accepted=last, weight=weights(service)[-1])
+    assert hand.equals(service)
+    service.close()
+
+
 # ---- what is wrong is refused by name
 
 

@@ -15,6 +15,9 @@ from heloco.wire.encoder import ContributionEncoder
 from heloco.wire.formats import FORMATS, find_format
 from heloco.wire.link_options import LinkOptions
 
+RESIDUALS_KEPT = 4
+"""Of at most this number of workers, the last ones, what the codes left out is kept: each is as large as the model in float32."""
+
 
 class ContributionCodes:
     """Encodes the contributions of one machine in one run."""
@@ -33,6 +36,7 @@ class ContributionCodes:
             rounding=terms.rounding, error_feedback=terms.error_feedback, feedback_decay=terms.feedback_decay,
         )  # fmt: skip
         self._encoders: dict[int, ContributionEncoder] = {}
+        """Worker -> its encoder, in the order in which they were used last."""
 
     def fit(self, joined: Joined) -> bool:
         """Whether they are for this run and its terms. A machine that comes back to another run needs new ones."""
@@ -40,9 +44,12 @@ class ContributionCodes:
 
     def encode(self, key: RoundKey, tensors: Mapping[str, Tensor], *, last_accepted: int) -> dict[str, Tensor]:
         """The tensors of a contribution as they travel. `last_accepted`: the worker's last accepted round if it was done here."""
-        if key.worker not in self._encoders:
-            encoder = ContributionEncoder(self._format, self._options, seed=self._terms.seed, worker=key.worker)
-            self._encoders[key.worker] = encoder
+        encoder = self._encoders.pop(key.worker, None) or ContributionEncoder(
+            self._format, self._options, seed=self._terms.seed, worker=key.worker
+        )
+        self._encoders[key.worker] = encoder
+        if len(self._encoders) > RESIDUALS_KEPT:
+            del self._encoders[next(iter(self._encoders))]
         pseudo_gradient = blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors)
-        codes = self._encoders[key.worker].encode(key.round, pseudo_gradient, last_accepted=last_accepted)
+        codes = encoder.encode(key.round, pseudo_gradient, last_accepted=last_accepted)
         return codes | {name: tensor for name, tensor in tensors.items() if blocks.is_of_kind(blocks.BUFFER, name)}
