@@ -61,6 +61,11 @@ def test_how_many_bits_a_number_takes(name, bits):
     assert (layout.size - len(layout.header)) * 8 / 1_024_000 == bits
 
 
+def test_the_header_of_a_file_tells_every_format_from_every_other():
+    layouts = [layout_of(format, blocks.PSEUDO_GRADIENT, [torch.empty(64, 1024, device="meta")]) for format in FORMATS.values()]
+    assert len({layout.header for layout in layouts}) == len(FORMATS)
+
+
 def test_the_sparse_format_keeps_the_largest():
     format = find_format("topk")
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))  # two chunks
@@ -164,7 +169,7 @@ def test_whatever_the_codes_are_their_numbers_are_finite_if_the_scales_make_sens
     format, draw = find_format(name), torch.Generator().manual_seed(9)
     (dtype, shape), (_, scale_shape) = format.parts((16, 512), torch.float32)
     for _ in range(20):
-        codes = torch.randint(0, 256, shape, generator=draw, dtype=dtype)
+        codes = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8).view(dtype)
         scales = torch.full(scale_shape, 0.999e36)
         assert check_scales([scales]) is None
         assert torch.isfinite(dense(format.block((codes, scales), (16, 512)))).all()
