@@ -2,9 +2,9 @@
 
     python benchmarks/wire.py [--parameters 30000000] [--out FILE.json]
 
-Encoding and decoding are measured in GB/s of float32, next to a copy of the same numbers. An outer step of HeLoCo over
-contributions in each format is measured next to one over float32, both from mapped files, as the synchronizer reads them. With
-`--device cuda` encoding and decoding are measured on a GPU. Medians, formats taken in turn.
+Encoding and decoding are measured in GB/s of float32, next to a copy of the same numbers. Checking a contribution in each format
+and an outer step of HeLoCo with it are measured next to those in float32, both from mapped files, as the synchronizer reads them.
+With `--device cuda` encoding and decoding are measured on a GPU. Medians, formats taken in turn.
 """
 
 import argparse
@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from heloco.disk import release_for
+from heloco.finite import all_finite
 from heloco.methods import METHODS
+from heloco.outer.kernels.windows import parts
 from heloco.wire import blocks
+from heloco.wire.encoder import check_scales
 from heloco.wire.formats import FORMATS, Rounding, decode_block, find_format, layout_of, name_parts, read_block
 from heloco.wire.layout import map_tensors, write
 
@@ -53,8 +56,8 @@ def measure_codes(x: Tensor, repeats: int) -> dict[str, dict[str, float]]:
         note("copy", "copy", lambda: room.copy_(x))
         for name in NAMES[2:]:
             format = find_format(name)
-            parts = format.encode(x)
-            block = format.block(parts, x.shape)
+            codes = format.encode(x)
+            block = format.block(codes, x.shape)
             note(name, "encode", lambda format=format: format.encode(x))
             note(name, "encode_with_feedback", lambda format=format: format.encode(x, Rounding(residual)))
             note(name, "decode", lambda block=block: block.read(0, room.view(-1)))
@@ -70,7 +73,7 @@ def measure_codes(x: Tensor, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def measure_steps(parameters: int, repeats: int) -> dict[str, float]:
-    """Seconds of an outer step by format."""
+    """Seconds of checking a contribution and of an outer step with it, by format."""
     shapes = [(WIDTH * 4, WIDTH)] * max(1, parameters // (4 * WIDTH * WIDTH)) + [(WIDTH,)] * 8
     draw = torch.Generator().manual_seed(0)
     deltas = [torch.randn(shape, generator=draw) * 1e-3 for shape in shapes]
@@ -93,7 +96,9 @@ def measure_steps(parameters: int, repeats: int) -> dict[str, float]:
                 ]
                 release = release_for(layouts[name].size)
 
-                def step(pseudo_gradients: Any = pseudo_gradients, release: Any = release) -> None:
+                def step(pseudo_gradients: Any = pseudo_gradients, release: Any = release, arrived: Any = arrived) -> None:
+                    assert all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, arrived), release))
+                    assert check_scales(t for name, t in arrived.items() if blocks.is_of_kind(blocks.SCALE, name)) is None
                     outer.step(weight=0.1, pseudo_gradients=pseudo_gradients, scale=lambda _: (), release=release)
 
                 spent_s = seconds(step, "cpu")
@@ -123,7 +128,7 @@ def main() -> int:
     for name, rates in numbers["gb_per_s"].items():
         print(f"{name:<6} " + "  ".join(f"{kind} {rate:.2f}" for kind, rate in rates.items()))
     for name, ratio in numbers.get("step_of_fp32", {}).items():
-        print(f"{name:<6} outer step {numbers['step_s'][name] * 1e3:.0f} ms, {ratio:.2f} x float32")
+        print(f"{name:<6} check and outer step {numbers['step_s'][name] * 1e3:.0f} ms, {ratio:.2f} x float32")
     if chosen.out:
         chosen.out.write_text(json.dumps(numbers, indent=1) + "\n")
     return 0

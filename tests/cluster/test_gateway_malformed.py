@@ -21,9 +21,10 @@ from heloco.records.journal_reader import FOLDER, segments
 from support.gateways import NUMBERS, Machine, Serve, Served
 from support.programs import wait_until
 
-COUNT = 3_000
-RAW = 150
-"""Of them, so many are no HTTP at all; each takes a connection of its own."""
+COUNTS = {"fp32": 3_000, "int4": 1_000}
+"""Format of contributions -> how many messages are sent."""
+RAW_SHARE = 20
+"""One in so many is no HTTP at all; each takes a connection of its own."""
 NAMES = {
     "malformed", "path", "method", "length", "too-long", "unknown-machine", "other-run", "not-held", "future", "offset", "layout",
     "incomplete", "has-model", "version", "http", "no-model", "rate", "corrupted", "right", "secret", "scores",
@@ -301,15 +302,17 @@ def raw_noise(seed: int) -> Iterator[bytes]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_thousands_of_malformed_messages_are_refused_by_name_and_change_nothing(serve: Serve) -> None:
-    served = serve(beat_s=60.0)  # the machine does nothing meanwhile, and must not count as lost
+@pytest.mark.parametrize("wire", COUNTS)
+def test_thousands_of_malformed_messages_are_refused_by_name_and_change_nothing(serve: Serve, wire: str) -> None:
+    count, raw_count = COUNTS[wire], COUNTS[wire] // RAW_SHARE
+    served = serve(beat_s=60.0, wire=wire)  # the machine does nothing meanwhile, and must not count as lost
     machine = Machine(served.link())
     key = machine.take()
     wait_until(lambda: has_evaluated(served.folder), "the first evaluation is written")
     [(_, events)] = segments(served.folder / FOLDER)
     before = (served.digest(), events.read_bytes(), _files(served.folder))
     sender, messages, names = Sender(served, machine), iter(Malformed(0, machine, key)), Counter[str]()
-    for _ in range(COUNT - RAW):
+    for _ in range(count - raw_count):
         request = next(messages)
         status, content = sender.send(request)
         try:
@@ -319,14 +322,14 @@ def test_thousands_of_malformed_messages_are_refused_by_name_and_change_nothing(
                 f"{request[0]} {request[1]} {request[2][:200]!r} {request[3]}: {status} {content[:200]!r}"
             ) from error
     noise = raw_noise(0)
-    for _ in range(RAW):
+    for _ in range(raw_count):
         text = next(noise)
         answer = sender.send_raw(text)
         assert answer.startswith(b"HTTP/1.1 4"), (text, answer)
         names["http" if answer.startswith(b"HTTP/1.1 400") else "401"] += 1
     assert {"malformed", "path", "method", "length", "too-long", "unknown-machine", "not-held", "future", "offset", "layout",
             "other-run", "incomplete", "http", "right", "secret"} <= names.keys(), names  # fmt: skip
-    assert sum(names.values()) == COUNT
+    assert sum(names.values()) == count
     assert (served.digest(), events.read_bytes(), _files(served.folder)) == before
     assert not served.service.state.ended
     _still_works(machine, key)

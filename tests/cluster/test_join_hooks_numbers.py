@@ -9,6 +9,11 @@ import torch
 
 import heloco
 from heloco.cluster.server.service import Service
+from heloco.outer.kernels.windows import dense
+from heloco.wire import blocks
+from heloco.wire.encoder import ContributionEncoder
+from heloco.wire.formats import find_format, read_block
+from heloco.wire.link_options import LinkOptions
 from support.local_link import LocalLink
 from support.own_loops import (
     Heard,
@@ -69,6 +74,34 @@ def test_one_machine_gives_what_the_outer_rule_gives_by_hand_to_the_bit(serve, r
     assert_same(values(model), theta)
 
 
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "e3m0"])
+def test_a_loop_encodes_what_it_sends_and_adds_what_the_codes_left_out_by_hand_to_the_bit(serve, name):
+    service = serve(inner_steps=3, arrivals=4, wire=name)
+    model = net(width=40)
+    optimizer = adam(model)
+    with heloco.join(LocalLink(service), model, optimizer, tell=quiet) as run:
+        for batch in batches():
+            step(model, optimizer, batch)
+    assert run.ended and run.arrivals == 4
+
+    hand, theta, data = net(width=40), values(net(width=40)), batches()
+    rule, inner, format = heloco.HeLoCo(theta, reorient="ramp", weigh="before"), adam(hand), find_format(name)
+    encoder = ContributionEncoder(format, LinkOptions(wire=name), seed=0, worker=0)
+    for index in range(4):
+        start = rule.lookahead()
+        with torch.no_grad():
+            for p, s in zip(hand.parameters(), start, strict=True):
+                p.copy_(s)
+        for _ in range(3):
+            step(hand, inner, next(data))
+        deltas = [s - p.detach() for s, p in zip(start, hand.parameters(), strict=True)]
+        codes = encoder.encode(index, deltas, last_accepted=index - 1)
+        decoded = [dense(read_block(format, blocks.PSEUDO_GRADIENT, i, codes, d.shape)) for i, d in enumerate(deltas)]
+        rule.step(weight=1.0, pseudo_gradients=decoded)
+    assert_same(outer(service), theta)
+    assert_same(values(model), theta)
+
+
 def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
     service = serve(inner_steps=10, arrivals=14, paces=[1.0, 1.0], min_workers=2, participation=100)
     links = [Heard(service), Heard(service)]
@@ -96,14 +129,16 @@ def test_a_plain_loop_of_nanogpts_shape_on_two_machines(serve):
     assert_same(theta, outer(service))
 
 
-def test_huggingfaces_trainer_takes_part(serve, capsys):
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+def test_huggingfaces_trainer_takes_part(serve, capsys, wire):
     pytest.importorskip("transformers")
-    service = serve(inner_steps=6, arrivals=6)
+    service = serve(inner_steps=6, arrivals=6, wire=wire)
     trainer = example("hf_trainer").train(LocalLink(service), steps=500)
     callback = next(c for c in trainer.callback_handler.callbacks if isinstance(c, heloco.HeLoCoCallback))
     assert trainer.state.global_step == 36 and callback.joined.ended and callback.joined.arrivals == 6
     lines = tape(service)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and all(line["samples"] == 48 for line in lines)
+    assert all((2 * line["bytes_up"] < line["bytes_down"]) == (wire == "int4") for line in lines)
     assert_same(values(trainer.model), outer(service))
     assert not trainer.optimizer.optimizer._optimizer_step_post_hooks
     assert "Left" not in capsys.readouterr().out

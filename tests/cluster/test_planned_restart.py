@@ -12,7 +12,7 @@ import pytest
 
 import heloco
 from faults.fault_places import children_of
-from heloco.cluster.client.run_client import why_obsolete
+from heloco.cluster.client.obsolete_rounds import why_obsolete
 from heloco.cluster.gateway.https_link import HttpsLink
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket
 from heloco.cluster.protocol.refusals import RefusalCode

@@ -83,7 +83,7 @@ def joining(cluster: Cluster, address: str, name: str) -> Iterator["subprocess.P
 def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, monkeypatch):
     arrivals = 32
     folder = tmp_path / "run"
-    spec = spec_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4), folder)
+    spec = spec_of(config(arrivals=arrivals, inner_steps=20, paces=[1.0] * 4, min_workers=4, wire="int4"), folder)
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(RaySupervisor(spec, workers=2, cluster=cluster))
         outside = [
@@ -106,6 +106,7 @@ def test_local_workers_a_node_and_a_client_train_together(cluster, tmp_path, mon
         assert not any(worker.has_failed for worker in engine.workers())
         assert engine.status().ended.kind == "finished" and not engine.trouble()
     assert {line["machine"].partition("#")[0] for line in tape(folder)} == {"local-0", "local-1", "node", "client"}
+    assert all(2 * line["bytes_up"] < line["bytes_down"] for line in tape(folder))
     assert evals(folder)[-1]["mean"]["loss"] < evals(folder)[0]["mean"]["loss"] - 0.5
     check_exact(folder, arrivals)
 

@@ -16,7 +16,8 @@ import heloco
 from heloco.cli.main import run as run_command
 from heloco.cli.serve_view import RunView
 from heloco.cli.watch import in_the_terminal
-from heloco.cluster.client.run_client import RunClient, RunEnded, why_obsolete
+from heloco.cluster.client.obsolete_rounds import why_obsolete
+from heloco.cluster.client.run_client import RunClient, RunEnded
 from heloco.cluster.client.worker import Worker
 from heloco.cluster.protocol.link import LinkDown
 from heloco.cluster.protocol.messages import Paused

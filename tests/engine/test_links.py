@@ -48,10 +48,14 @@ def history(simulation: Simulation) -> list[tuple[float, int, int, int]]:
     return lines
 
 
-def test_a_served_run_refuses_what_only_a_simulation_has_so_far():
-    config = resolve(with_fields(RunConfig(), {"wire": "int4", "latency_s": [0.1], "paces": [1, 1]}))
-    with pytest.raises(UserError, match="wire, latency_s cannot be set in a served run yet"):
-        check_servable(config)
+def test_a_served_run_encodes_contributions_and_refuses_what_only_a_simulation_has_so_far():
+    common = {"wire": "int4", "rounding": "stochastic", "error_feedback": False, "feedback_decay": 0.5, "paces": [1, 1]}
+    for served in ({}, {"wire_down": "fp32"}):
+        check_servable(resolve(with_fields(RunConfig(), common | served)))
+    simulated = {"wire_down": "int8", "full_every": 3, "overlap": True, "latency_s": [0.1]}
+    for options in (simulated, *({name: value} for name, value in simulated.items())):
+        with pytest.raises(UserError, match=f"^{', '.join(options)} cannot be set in a served run yet: starts travel whole"):
+            check_servable(resolve(with_fields(RunConfig(), common | options)))
 
 
 # ---- time

@@ -48,11 +48,13 @@ class FaultRun:
         disk: Disk | None = None,
         step_s: float = 0.0,
         fresh: bool = False,
+        wire: str = "fp32",
     ) -> None:
-        """`step_s`: minimal duration of an inner step. `fresh`: processes are started, as real ones are, and not forked."""
+        """`step_s`: minimal duration of an inner step. `fresh`: processes are started, as real ones are, and not forked. `wire`:
+        the format of contributions."""
         self.folder, self.faults, self.disk, self.step_s = folder, list(faults), disk, step_s
         self.run = (disk.path if disk else folder) / "run"
-        self.workers, self.arrivals = workers, arrivals
+        self.workers, self.arrivals, self.wire = workers, arrivals, wire
         self.planned = len(faults)
         self.struck: collections.Counter[str] = collections.Counter()
         self.restarts: collections.Counter[str] = collections.Counter()
@@ -86,6 +88,7 @@ class FaultRun:
             "paces": [1.0] * self.workers, "assign": "fixed" if self.workers <= 5 else "flexible",
             "arrivals": self.arrivals, "method": "heloco-ramp", "device": "cpu",
             "checkpoint_every": 25, "eval_every": 0, "beat_s": max(0.2, self.step_s), "journal_gb": 10.0, "max_refusals": 1000,
+            "wire": self.wire,
         }  # fmt: skip
 
     def config(self) -> str:

@@ -2,6 +2,7 @@
 
     python -m faults.run                                         200 faults in 4,000 arrivals over HTTPS
     python -m faults.run --engine ray                            the same with Ray: workers on two nodes, and over HTTPS
+    python -m faults.run --wire int4                             contributions as codes of 4 bits
     python -m faults.run --per-hour 125 --minutes 60 --step-seconds 0.25     (`make soak`)
                                                                  by time, next to a twin that meets none: the throughput of both
 
@@ -27,10 +28,16 @@ from faults.fault_run import INNER_STEPS, LOOK_S, FaultRun
 
 
 def run_once(
-    faults: list[Fault], workers: int, arrivals: int, limit_s: float, kind: type[FaultRun] = FaultRun, step_s: float = 0.0
+    faults: list[Fault],
+    workers: int,
+    arrivals: int,
+    limit_s: float,
+    kind: type[FaultRun] = FaultRun,
+    step_s: float = 0.0,
+    wire: str = "fp32",
 ) -> dict[str, Any]:
     with place(arrivals) as (folder, disk):
-        run = kind(folder, faults, workers=workers, arrivals=arrivals, disk=disk, step_s=step_s)
+        run = kind(folder, faults, workers=workers, arrivals=arrivals, disk=disk, step_s=step_s, wire=wire)
         try:
             return run.go(limit_s)
         finally:
@@ -38,7 +45,14 @@ def run_once(
 
 
 def run_side_by_side(
-    faults: list[Fault], workers: int, seconds: float, step_s: float, kind: type[FaultRun] = FaultRun, *, fresh: bool = True
+    faults: list[Fault],
+    workers: int,
+    seconds: float,
+    step_s: float,
+    kind: type[FaultRun] = FaultRun,
+    *,
+    fresh: bool = True,
+    wire: str = "fp32",
 ) -> dict[str, Any]:
     """A run with faults, and at the same time on the same machine one without. Returns the contributions of each."""
     expected = int(workers * seconds / (INNER_STEPS * step_s))
@@ -46,7 +60,9 @@ def run_side_by_side(
         runs: dict[str, FaultRun] = {}
         for name, list_ in (("with faults", faults), ("without", [])):
             folder, disk = stack.enter_context(place(expected))
-            runs[name] = kind(folder, list_, workers=workers, arrivals=10 * expected, disk=disk, step_s=step_s, fresh=fresh)
+            runs[name] = kind(
+                folder, list_, workers=workers, arrivals=10 * expected, disk=disk, step_s=step_s, fresh=fresh, wire=wire
+            )
             stack.callback(runs[name].end)
             runs[name].begin(120.0)
         first, last = in_the_time(runs, seconds)
@@ -86,18 +102,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0)
     parser.add_argument("--per-hour", type=float, default=0.0, help="faults by time instead of --faults, beside a run without")
     parser.add_argument("--step-seconds", type=float, help="of an inner step at the least: 0, with Ray 0.1, with --per-hour 0.25")
+    parser.add_argument("--wire", default="fp32", help="the format in which contributions travel: fp32, int4, …")
     flags = parser.parse_args()
     kind, kinds, workers, step_s = engine_settings(flags.engine)
     workers = flags.workers or workers
     step_s = flags.step_seconds if flags.step_seconds is not None else 0.25 if flags.per_hour else step_s
     if flags.per_hour:
         faults = faults_in_time(flags.seed, flags.per_hour, workers, 60 * flags.minutes, kinds)
-        print(json.dumps(run_side_by_side(faults, workers, 60 * flags.minutes, step_s, kind)), flush=True)
+        counts = run_side_by_side(faults, workers, 60 * flags.minutes, step_s, kind, wire=flags.wire)
+        print(json.dumps(counts), flush=True)
         return
     until, seed = time.monotonic() + 60 * flags.minutes, flags.seed
     while True:
         faults = faults_of(seed, flags.faults, workers, flags.arrivals, kinds)
-        print(json.dumps(run_once(faults, workers, flags.arrivals, 3600.0, kind, step_s)), flush=True)
+        print(json.dumps(run_once(faults, workers, flags.arrivals, 3600.0, kind, step_s, flags.wire)), flush=True)
         seed += 1
         if time.monotonic() > until:
             return

@@ -29,8 +29,9 @@ def listed(kinds, every, workers, seconds=0.3):
     return [Fault(every * (i + 1), kind, i % workers, POINTS[i % 4], seconds) for i, kind in enumerate(kinds)]
 
 
-def test_faults_of_every_kind_and_an_exact_account(cache):  # noqa: ARG001 - the children read $HELOCO_CACHE
-    account = run_once(listed(KINDS, 20, 3), workers=3, arrivals=330, limit_s=240.0)
+@pytest.mark.parametrize("wire", ["fp32", pytest.param("int4", marks=pytest.mark.long)])
+def test_faults_of_every_kind_and_an_exact_account(cache, wire):  # noqa: ARG001 - the children read $HELOCO_CACHE
+    account = run_once(listed(KINDS, 20, 3), workers=3, arrivals=330, limit_s=240.0, wire=wire)
     assert set(account["faults"]) == set(KINDS)
     assert account["arrivals"] == 330
     assert account["restarts"]["synchronizer"] >= 1 and account["restarts"]["worker"] >= 2

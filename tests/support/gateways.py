@@ -113,7 +113,7 @@ class Machine:
 
     def delta(self, seed: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(shape, generator=generator) * 1e-3 for name, _, shape in self.contribution.entries}
+        return {name: _numbers(name, dtype, shape, generator) for name, dtype, shape in self.contribution.entries}
 
     def content(self, delta: dict[str, Tensor]) -> bytes:
         return b"".join(pieces(self.contribution, delta))
@@ -124,6 +124,14 @@ class Machine:
 
     def hand_in(self, key: RoundKey, delta: dict[str, Tensor]) -> Acknowledgement:
         return self.link.hand_in(self.ticket, key, self.contribution, delta, REPORT)
+
+
+def _numbers(name: str, dtype: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Small numbers, codes that stand for such, or scales above 0."""
+    if dtype == "U8":
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    numbers = torch.randn(shape, generator=generator) * 1e-3
+    return numbers.abs() + 1e-6 if name.startswith("scale.") else numbers
 
 
 Serve = Callable[..., Served]

@@ -61,6 +61,11 @@ def test_how_many_bits_a_number_takes(name, bits):
     assert (layout.size - len(layout.header)) * 8 / 1_024_000 == bits
 
 
+def test_the_header_of_a_file_tells_every_format_from_every_other():
+    layouts = [layout_of(format, blocks.PSEUDO_GRADIENT, [torch.empty(64, 1024, device="meta")]) for format in FORMATS.values()]
+    assert len({layout.header for layout in layouts}) == len(FORMATS)
+
+
 def test_the_sparse_format_keeps_the_largest():
     format = find_format("topk")
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))  # two chunks
@@ -153,10 +158,21 @@ def test_stochastic_codes_follow_from_seed_worker_round_and_block():
         assert not torch.equal(first, other[blocks.block_name(blocks.PSEUDO_GRADIENT, 0)])
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_no_encoder_makes_is_noticed(scale):
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e36, math.nan, math.inf])
+def test_a_scale_that_makes_no_sense_is_noticed(scale):
     assert check_scales([torch.ones(3)]) is None
-    assert check_scales([torch.ones(3), torch.tensor([1.0, scale])]) == "a scale is not a finite number above 0"
+    assert check_scales([torch.ones(3), torch.tensor([1.0, scale])]) == "a scale is not a number above 0 and below 1e+36"
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "topk"])
+def test_whatever_the_codes_are_their_numbers_are_finite_if_the_scales_make_sense(name):
+    format, draw = find_format(name), torch.Generator().manual_seed(9)
+    (dtype, shape), (_, scale_shape) = format.parts((16, 512), torch.float32)
+    for _ in range(20):
+        codes = torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8).view(dtype)
+        scales = torch.full(scale_shape, 0.999e36)
+        assert check_scales([scales]) is None
+        assert torch.isfinite(dense(format.block((codes, scales), (16, 512)))).all()
 
 
 # ---- differences and fragments

@@ -56,6 +56,12 @@ def blocks_of(kind: str, tensors: Mapping[str, Tensor]) -> list[Tensor]:
     return [tensors[block_name(kind, index)] for index in range(count_blocks(kind, tensors))]
 
 
+def parts_of(kind: str, index: int, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """The tensors of a file that stand for a block: its numbers, or its codes and scales."""
+    names = (block_name(part_kind, index) for part_kind in (kind, SCALE))
+    return [tensors[name] for name in names if name in tensors]
+
+
 def is_of_kind(kind: str, name: str) -> bool:
     """Whether this is the name of a block of this kind."""
     return name.startswith(f"{kind}.")

@@ -21,6 +21,8 @@ from heloco.wire.formats import Format, Rounding, name_parts
 from heloco.wire.link_options import LinkOptions
 
 NO_ROUND = -1
+SCALE_LIMIT = 1e36
+"""Scales are smaller: the largest code stands for 128 times its scale, which must be finite in float32."""
 
 
 @dataclass
@@ -73,8 +75,8 @@ class ContributionEncoder:
 
 
 def check_scales(tensors: Iterable[Tensor]) -> str | None:
-    """A sentence about the first scale that no encoder makes; None if there is none. A scale is finite and above 0."""
+    """A sentence about the first scale that makes no sense; None if there is none. Then all numbers of the codes are finite."""
     for scales in tensors:
-        if not bool(((scales > 0) & (scales < torch.inf)).all()):
-            return "a scale is not a finite number above 0"
+        if not bool(((scales > 0) & (scales < SCALE_LIMIT)).all()):  # False for NaN
+            return f"a scale is not a number above 0 and below {SCALE_LIMIT:g}"
     return None

@@ -96,12 +96,17 @@ class ScaledFormat:
     bits: float
     has_feedback: bool = True
 
+    @property
+    def code_dtype(self) -> torch.dtype:
+        """The dtype of the bytes in a file. It tells the formats of 4 bits apart, whose codes have the same shapes."""
+        return torch.int8 if self.name == "e3m0" else torch.uint8
+
     def parts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[PartShape, ...]:
         if not has_long_rows(shape):
             return FULL.parts(shape, dtype)
         rows, length = matrix_shape(shape)
         return (
-            (torch.uint8, (rows, codes.row_bytes(self.name, length))),
+            (self.code_dtype, (rows, codes.row_bytes(self.name, length))),
             (torch.float32, (rows, codes.groups_of(length))),
         )
 
@@ -110,12 +115,15 @@ class ScaledFormat:
             return FULL.encode(block)
         matrix, residual = block.float().reshape(len(block), -1), rounding.residual
         residual = None if residual is None else residual.view(len(block), -1)
-        return compiled_codes.encode(matrix, self.name, residual=residual, decay=rounding.decay, noise=rounding.noise)
+        code_bytes, scales = compiled_codes.encode(
+            matrix, self.name, residual=residual, decay=rounding.decay, noise=rounding.noise
+        )
+        return code_bytes.view(self.code_dtype), scales
 
     def block(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> "Tensor | ScaledBlock":
         if len(tensors) == 1:
             return tensors[0].view(tuple(shape))
-        return ScaledBlock(self.name, tensors[0], tensors[1], torch.Size(shape))
+        return ScaledBlock(self.name, tensors[0].view(torch.uint8), tensors[1], torch.Size(shape))
 
 
 @dataclass(frozen=True)
@@ -224,8 +232,7 @@ def name_parts(kind: str, index: int, parts: Iterable[Tensor]) -> dict[str, Tens
 
 def read_block(format: Format, kind: str, index: int, tensors: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor | CodedBlock:
     """A block from the tensors of a file."""
-    names = (blocks.block_name(part_kind, index) for part_kind in (kind, blocks.SCALE))
-    return format.block([tensors[name] for name in names if name in tensors], shape)
+    return format.block(blocks.parts_of(kind, index, tensors), shape)
 
 
 def decode_block(block: Tensor | CodedBlock, device: torch.device) -> Tensor:

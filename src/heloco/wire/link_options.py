@@ -15,8 +15,8 @@ class LinkOptions:
     wire: FormatName = "fp32"
     """The format in which contributions travel. int4 and e3m0 have 4 bits per number; topk is an experiment."""
     wire_down: Literal["", FormatName] = ""
-    """The format in which starts travel, as differences from the worker's last start. Unset: the format of contributions.
-    With fp32 starts travel whole."""
+    """The format in which starts travel, as differences from the worker's last start. With fp32 starts travel whole. Unset: in a
+    simulation the format of contributions, on real machines fp32, the only one there so far."""
     full_every: int = 50
     """A worker gets a whole start instead of a difference once in this many rounds."""
     rounding: Literal["nearest", "stochastic"] = "nearest"

@@ -5,16 +5,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from heloco.cluster.client.activity import Doing, Transfer, timed_transfer
+from heloco.cluster.client.obsolete_rounds import Obsolete, why_obsolete
 from heloco.cluster.protocol.link import Link, LinkDown
 from heloco.cluster.protocol.messages import (
     Acknowledgement,
     Assignment,
-    BeatAnswer,
     ContributionReport,
     Ended,
     EvaluationJob,
@@ -29,8 +29,11 @@ from heloco.cluster.protocol.messages import (
 from heloco.cluster.protocol.refusals import RESUMED, RETRIED_LATER, RefusalCode, Refused
 from heloco.cluster.protocol.score_messages import EvaluationResult, ScoreReport
 from heloco.errors import RunStopped, UserError
-from heloco.records.events import RESUMABLE, EndKind
+from heloco.records.events import EndKind
 from heloco.wire.layout import Layout
+
+if TYPE_CHECKING:
+    from heloco.cluster.client.contribution_codes import ContributionCodes
 
 T = TypeVar("T")
 Scores = dict[str, dict[str, float | None]]
@@ -40,6 +43,8 @@ PAUSE_SHARE = 1 / 8
 """The pause before the next try, as a share of the time waited so far. A run that is back after 3 s is noticed within 0.5 s."""
 POLL_S = 10.0
 FINAL_TRIES = 3
+WHOLE = "fp32"
+"""The format of contributions that are sent as they are: for them no encoder is loaded."""
 
 
 class RunEnded(Exception):
@@ -56,14 +61,6 @@ class MachineStopRequested(Exception):
 
 class NotHeld(Exception):
     """This machine no longer holds the round. It continues with a fresh one."""
-
-
-@dataclass(frozen=True)
-class Obsolete:
-    """Why a round is not worth finishing."""
-
-    kind: Literal["ended", "too-stale", "not-held"]
-    text: str
 
 
 @dataclass(frozen=True)
@@ -116,6 +113,8 @@ class RunClient:
         self.upload: Transfer | None = None
         """The last contribution that went."""
         self._joined: Joined | None = None
+        self._codes: ContributionCodes | None = None
+        self._last_accepted = -1
         self._returning, self._keep_ticket = returning, keep_ticket
         self._evaluate, self._goes_on_after_failures = evaluate, False
         self._round_key: RoundKey | None = None
@@ -151,6 +150,10 @@ class RunClient:
         except Refused as refusal:
             _raise_if_ended(refusal)
             raise
+        if self._joined.terms.wire != WHOLE and (self._codes is None or not self._codes.fit(self._joined)):
+            from heloco.cluster.client.contribution_codes import ContributionCodes
+
+            self._codes = ContributionCodes(self._joined)
         self._returning = self._joined.ticket
         self._keep_ticket(self._joined.ticket)
         return self._joined
@@ -208,6 +211,7 @@ class RunClient:
             if self.joined.start_layout is None:  # the run got its model after this machine had joined
                 self._enter()
             self._hold(answer.key)
+            self._last_accepted = answer.last_accepted
             try:
                 taken_round = TakenRound(answer, self._fetch(answer))
             except NotHeld:
@@ -272,8 +276,11 @@ class RunClient:
             self.steps, self.obsolete, self._round_key = 0, None, key
 
     def hand_in(self, key: RoundKey, tensors: Mapping[str, Tensor], report: ContributionReport) -> Acknowledgement:
-        """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused."""
+        """Sends the contribution until it is acknowledged. Raises `NotHeld` if it came too late or was refused. It is
+        encoded once, however often it is sent."""
         layout = Layout(self.joined.contribution_layout or ())
+        if self._codes is not None:
+            tensors = self._codes.encode(key, tensors, last_accepted=self._last_accepted)
         self.doing = "sending"
 
         def send(ticket: Ticket) -> Acknowledgement:
@@ -386,14 +393,3 @@ def pause_after(waited_s: float) -> float:
 def _raise_if_ended(error: Refused) -> None:
     if error.refusal.end is not None:
         raise RunEnded(error.refusal.end, error.text) from None
-
-
-def why_obsolete(answer: BeatAnswer, round_key: RoundKey) -> Obsolete | None:
-    """What a beat's answer says about the round that this machine works on."""
-    if answer.ended is not None and answer.ended.kind not in RESUMABLE:
-        return Obsolete("ended", f"the run has ended: {answer.ended.text}")
-    if answer.too_stale:
-        return Obsolete("too-stale", "its contribution would arrive too late to be used")
-    if answer.round != round_key:
-        return Obsolete("not-held", "it was given to another machine")
-    return None

@@ -230,17 +230,17 @@ class Api:
 
     # ---- controlling
 
+    async def _reason(self, request: Request) -> str:
+        return m.printable((await self._body(request, m.Reason)).text)
+
     async def stop(self, request: Request) -> Response:
-        reason = await self._body(request, m.Reason)
-        return await self._long(("stop",), None, self.service.admin.stop, m.printable(reason.text))
+        return await self._long(("stop",), None, self.service.admin.stop, await self._reason(request))
 
     async def suspend(self, request: Request) -> Response:
-        reason = await self._body(request, m.Reason)
-        return await self._long(("suspend",), None, self.service.admin.suspend, m.printable(reason.text))
+        return await self._long(("suspend",), None, self.service.admin.suspend, await self._reason(request))
 
     async def pause(self, request: Request) -> Response:
-        reason = await self._body(request, m.Reason)
-        await self.calls.call_locked(self.service.pauses.pause, m.printable(reason.text))
+        await self.calls.call_locked(self.service.pauses.pause, await self._reason(request))
         return reply(m.Done())
 
     async def unpause(self, _: Request) -> Response:

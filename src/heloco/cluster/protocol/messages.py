@@ -1,8 +1,7 @@
 """The messages between machines and a run: typed, frozen, the same over HTTPS and Ray.
 
 Codes (`kind`, `code`) decide; `text` is for people, and no program compares it. Messages from outside are checked for types and
-ranges while they are decoded (`decode`, `convert`), before they are used.
-"""
+ranges while they are decoded (`decode`, `convert`), before they are used."""
 
 import re
 from collections.abc import Mapping
@@ -25,9 +24,8 @@ ShortText: TypeAlias = Annotated[str, Meta(min_length=1, max_length=SHORT_TEXT_L
 Text: TypeAlias = Annotated[str, Meta(max_length=TEXT_LIMIT)]
 Digest: TypeAlias = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}$")]
 Dimension: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
-Entries: TypeAlias = tuple[
-    tuple[ShortText, Annotated[str, Meta(max_length=10)], Annotated[tuple[Dimension, ...], Meta(max_length=16)]], ...
-]
+Entry: TypeAlias = tuple[ShortText, Annotated[str, Meta(max_length=10)], Annotated[tuple[Dimension, ...], Meta(max_length=16)]]
+Entries: TypeAlias = tuple[Entry, ...]
 """Names, dtypes and shapes of a layout's tensors."""
 
 
@@ -103,6 +101,16 @@ class JoinRequest(Message, frozen=True, kw_only=True):
     """The blocks of the machine's own model, if it brings one."""
 
 
+class WireTerms(Message, frozen=True, kw_only=True):
+    """How contributions are encoded: settings of [links] by their names there, and the run's seed for stochastic rounding."""
+
+    wire: ShortText
+    rounding: Literal["nearest", "stochastic"]
+    error_feedback: bool
+    feedback_decay: float
+    seed: int
+
+
 class Joined(Message, frozen=True, kw_only=True):
     """The machine is in the run: its ticket, its seat, and the layouts of the tensors that it will exchange."""
 
@@ -114,6 +122,7 @@ class Joined(Message, frozen=True, kw_only=True):
     planned_arrivals: int
     """How many contributions the run will take in."""
     beat_s: float
+    terms: WireTerms
     needs_model: bool
     start_layout: Entries | None = None
     contribution_layout: Entries | None = None
@@ -152,6 +161,8 @@ class Assignment(Message, frozen=True, kw_only=True, tag="assignment", tag_field
     """xxh3-128 of the file that the round begins with."""
     keeps_state: bool
     """Whether this machine did the worker's last accepted round. Only then may it reuse its optimizer state."""
+    last_accepted: int
+    """The worker's last accepted round if this machine did it, else -1. Only that round's residual counts (wire/encoder.py)."""
 
     @property
     def key(self) -> RoundKey:
@@ -169,11 +180,10 @@ class Wait(Message, frozen=True, kw_only=True, tag="wait", tag_field="answer"):
 
 
 class EvaluationJob(Message, frozen=True, kw_only=True, tag="evaluation", tag_field="answer"):
-    """A model to evaluate, for a machine that offers to."""
+    """A model to evaluate, with the xxh3-128 of its file, for a machine that offers to."""
 
     arrival: int
     digest: str
-    """xxh3-128 of the file with the model."""
 
 
 RoundAnswer: TypeAlias = Assignment | EvaluationJob | Wait
@@ -228,10 +238,9 @@ class ContributionReport(Message, frozen=True, kw_only=True):
 
 
 class ContributionCommit(ContributionReport, frozen=True, kw_only=True):
-    """All bytes of a contribution are sent: the report, the round it belongs to, and the digest to check the bytes with."""
+    """All bytes of a contribution are sent: the report, the round it belongs to, and the file's xxh3-128 to check them with."""
 
     digest: Digest
-    """xxh3-128 of the contribution's file."""
     worker: Natural
     round: Natural
     version: Natural

@@ -57,7 +57,7 @@ class RefusalCode(StrEnum):
     FUTURE = "future"
     """The round names a version that the run has not reached."""
     NOT_FINITE = "not-finite"
-    """The contribution or the model holds NaN or Inf."""
+    """The contribution or the model holds NaN or Inf, or codes with a scale that makes no sense."""
     OFFSET = "offset"
     """The bytes do not continue those that have arrived."""
     INCOMPLETE = "incomplete"

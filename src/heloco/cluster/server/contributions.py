@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from heloco.cluster.protocol.messages import Acknowledgement, ContributionReport, RoundKey, Ticket, UploadState
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.journaled_run import JournaledRun
@@ -18,11 +20,12 @@ from heloco.cluster.server.state import ServiceState
 from heloco.cluster.server.transfers import Upload, refuse_for_disk
 from heloco.disk import release_for
 from heloco.finite import all_finite
-from heloco.outer.kernels.windows import parts
+from heloco.outer.kernels.windows import Release, parts
 from heloco.records.run_end import FINISHED_TEXT
 from heloco.records.run_files import TAPE
 from heloco.synchronizer import NOT_FINITE
 from heloco.wire import blocks
+from heloco.wire.encoder import check_scales
 
 
 class Contributions:
@@ -74,9 +77,10 @@ class Contributions:
         with upload.sealed():
             if upload.digest() == digest:
                 tensors = upload.tensors()
-                if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), release_for(upload.size))):
-                    self._refuse(ticket, key)
+                problem = _find_problem(tensors, release_for(upload.size))
                 del tensors
+                if problem is not None:
+                    self._refuse(ticket, key, problem)
                 return self._apply(ticket, key, report, upload)
         upload.restart()
         raise Refused(RefusalCode.CORRUPTED, "What arrived is not what was sent (its digest differs): send it again.", size=0)
@@ -124,16 +128,24 @@ class Contributions:
         if not run.lines.catch_up() or shutil.disk_usage(self.state.folder).free < ROOM_FOR_LINES:
             raise refuse_for_disk(OSError(errno.ENOSPC, ""), self.state.folder / TAPE)
 
-    def _refuse(self, ticket: Ticket, key: RoundKey) -> None:
-        """Refuses a contribution with NaN or Inf. Nothing of it is kept, and the data of its round goes back to the ledger."""
+    def _refuse(self, ticket: Ticket, key: RoundKey, problem: str) -> None:
+        """Refuses a contribution whose numbers make no sense. Nothing of it is kept, and its data goes back to the ledger."""
         with self.state.changed:
             machine = self.rounds.holder_of(ticket, key)
             machine.refusals_in_a_row += 1
-            self.rounds.give_up(machine, "not-finite", NOT_FINITE)
+            self.rounds.give_up(machine, "not-finite", problem)
             self._turn_away_if_hopeless(machine)
-        raise Refused(RefusalCode.NOT_FINITE, f"The contribution was refused: {NOT_FINITE}. Take a fresh round.")
+        raise Refused(RefusalCode.NOT_FINITE, f"The contribution was refused: {problem}. Take a fresh round.")
 
     def _turn_away_if_hopeless(self, machine: Machine) -> None:
         refusals = machine.refusals_in_a_row
         if refusals >= self.state.config.run.max_refusals:
             self.members.part_with(machine, "turned-away", f"{refusals} of its contributions in a row were refused")
+
+
+def _find_problem(tensors: dict[str, Tensor], release: Release | None) -> str | None:
+    """A sentence about a pseudo-gradient with NaN, Inf or a scale that makes no sense; None if it can be applied. Codes need not
+    be decoded for that: with such scales all their numbers are finite."""
+    if not all_finite(parts(blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), release)):
+        return NOT_FINITE
+    return check_scales(tensor for name, tensor in tensors.items() if blocks.is_of_kind(blocks.SCALE, name))

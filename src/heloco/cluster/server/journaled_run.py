@@ -37,7 +37,8 @@ from heloco.run.tape_writer import arrival_record
 from heloco.synchronizer import Arrival, Contribution, Synchronizer
 from heloco.task import Scores
 from heloco.wire import blocks
-from heloco.wire.formats import FULL, layout_of
+from heloco.wire.encoder import NO_ROUND
+from heloco.wire.formats import find_format, layout_of
 from heloco.wire.layout import Layout, map_tensors
 
 ACKS_KEPT = 16
@@ -65,7 +66,8 @@ class JournaledRun:
         self.path = folder.path if folder else path
         self.lines = DerivedLines(folder, observers or [])
         self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
-        self.contribution_layout = layout_of(FULL, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
+        self.format = find_format(config.links.wire)
+        self.contribution_layout = layout_of(self.format, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
         self.book, self.readers = MachineBook(), TensorReaders()
         self.time_s = 0.0
         """Time of the last event."""
@@ -244,9 +246,12 @@ class JournaledRun:
         return self._contribution(event, tensors)
 
     def _contribution(self, event: Receive, tensors: dict[str, torch.Tensor]) -> Contribution:
+        pseudo_gradient = [
+            self.format.block(blocks.parts_of(blocks.PSEUDO_GRADIENT, index, tensors), parameter.shape)
+            for index, parameter in enumerate(self.synchronizer.parameters)
+        ]
         return Contribution(
-            event.worker, event.round, event.version,
-            blocks.blocks_of(blocks.PSEUDO_GRADIENT, tensors), blocks.blocks_of(blocks.BUFFER, tensors),
+            event.worker, event.round, event.version, pseudo_gradient, blocks.blocks_of(blocks.BUFFER, tensors),
             event.loss, event.last_loss, event.samples, event.units, release=release_for(event.bytes),
         )  # fmt: skip
 
@@ -338,6 +343,12 @@ class JournaledRun:
         """The answer to a contribution that was acknowledged."""
         acks = self.acks.get(key.worker, ())
         return next((ack for ack in acks if (ack.round, ack.version) == (key.round, key.version)), None)
+
+    def last_accepted(self, worker: int, machine: str) -> int:
+        """The worker's last accepted round if this machine did it, and its acknowledgement is still kept; else `NO_ROUND`."""
+        if self.last_machines.get(worker) != machine:
+            return NO_ROUND
+        return next((ack.round for ack in reversed(self.acks[worker]) if ack.verdict != "refused"), NO_ROUND)
 
     def rates(self, now_s: float, machine: str | None = None) -> dict[str, float | None]:
         """Arrivals per minute, share of arrivals and mean staleness over the window, of one machine or of all."""

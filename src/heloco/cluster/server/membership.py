@@ -3,7 +3,7 @@
 import secrets
 
 import heloco
-from heloco.cluster.protocol.messages import BeatAnswer, Joined, JoinRequest, Ticket
+from heloco.cluster.protocol.messages import BeatAnswer, Joined, JoinRequest, Ticket, WireTerms
 from heloco.cluster.protocol.refusals import RefusalCode, Refused
 from heloco.cluster.server.machine_book import hash_secret
 from heloco.cluster.server.pauses import Pauses
@@ -12,6 +12,7 @@ from heloco.cluster.server.round_dispatcher import RoundDispatcher
 from heloco.cluster.server.state import ServiceState
 from heloco.records.events import AbandonKind, Join, Part, PartKind
 from heloco.records.machine_ids import make_id
+from heloco.run import RunConfig
 from heloco.wire.layout import Layout
 
 PRESENT_LIMIT = 4096
@@ -40,7 +41,8 @@ class Membership:
             run, starts = state.run, state.starts
             return Joined(
                 run=state.run_id, ticket=ticket, seat=machine.seat, seats=state.roster.seats,
-                planned_arrivals=state.config.run.arrivals, beat_s=state.config.cluster.beat_s, needs_model=run is None,
+                planned_arrivals=state.config.run.arrivals, beat_s=state.config.cluster.beat_s,
+                terms=terms_of(state.config), needs_model=run is None,
                 start_layout=starts.layout.entries if starts else None,
                 contribution_layout=run.contribution_layout.entries if run else None,
             )  # fmt: skip
@@ -152,6 +154,15 @@ class Membership:
         state.roster.note_steps(machine, steps, state.now_s)
         too_stale = self.rounds.is_too_stale(machine)
         return BeatAnswer(ended=state.ended, paused=state.paused, too_stale=too_stale, round=machine.round)
+
+
+def terms_of(config: RunConfig) -> WireTerms:
+    """How the machines of a run with this config encode their contributions."""
+    links = config.links
+    return WireTerms(
+        wire=links.wire, rounding=links.rounding, error_feedback=links.error_feedback, feedback_decay=links.feedback_decay,
+        seed=config.run.seed,
+    )  # fmt: skip
 
 
 def clean_name(name: str) -> str:

@@ -45,6 +45,8 @@ from heloco.wire.layout import Layout
 
 ENDLESS = 1 << 60
 """Windows of a shard in an external run, where the machines have the data."""
+SERVED_LINK_SETTINGS = frozenset({"wire", "rounding", "error_feedback", "feedback_decay"})
+"""The settings of [links] that a served run honours."""
 Clock = Callable[[], float]
 
 
@@ -56,10 +58,12 @@ def check_servable(config: RunConfig) -> None:
             f"paces are {', '.join(f'{pace:g}' for pace in rounds.paces)}: real machines have paces of their own, which are "
             f"measured. Leave paces out and say how many workers the run has: workers = {len(rounds.paces)}."
         )
-    if options := config.links.changed_options:
+    links = config.links
+    whole_starts = {"wire_down"} if links.wire_down == "fp32" else set[str]()
+    if options := [name for name in links.changed_options if name not in SERVED_LINK_SETTINGS | whole_starts]:
         raise UserError(
-            f"{', '.join(options)} cannot be set in a served run yet: real machines send and receive float32. Leave it out, or "
-            "simulate the run."
+            f"{', '.join(options)} cannot be set in a served run yet: starts travel whole, machines wait for them, and links "
+            "have the speed that they have. Leave it out, or simulate the run."
         )
     if config.inner.second_moment:
         raise UserError(

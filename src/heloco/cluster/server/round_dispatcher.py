@@ -42,6 +42,7 @@ class RoundDispatcher:
                 inner_steps=terms.inner_steps, shard_steps=terms.shard_steps, progress=terms.progress,
                 start_digest=state.run.start_digests[terms.version],
                 keeps_state=state.run.last_machines.get(terms.worker) == machine.id,
+                last_accepted=state.run.last_accepted(terms.worker, machine.id),
             )  # fmt: skip
 
     def _reason_to_wait(self, machine: Machine) -> Wait | None:
