@@ -34,9 +34,8 @@ REQUESTS_PER_S, REQUEST_BURST = 1000.0, 5000.0
 LOOKS_PER_S, LOOK_BURST = 50.0, 200.0
 """Limits for viewers' requests from one address."""
 JOINS_PER_S, JOIN_BURST = 5.0, 256.0
-"""Limits for joins from one address. Each join writes a line to the journal."""
 REPORTS_PER_S, REPORT_BURST = 1.0, 60.0
-"""Limits for the scores that one machine reports. Each report writes a line to the journal."""
+"""Limits for joins from one address and for the scores that one machine reports. Each writes a line to the journal."""
 PROBE_LIMIT_BYTES = 1 << 26
 WORKER: tuple[Right, ...] = ("worker",)
 LOOKING: tuple[Right, ...] = ("viewer", "admin")
