@@ -63,8 +63,7 @@ class JournaledRun:
         observers: list[Observer] | None = None,
     ) -> None:
         self.synchronizer, self.config, self.task_digest, self.folder = synchronizer, config, task_digest, folder
-        self.path = folder.path if folder else path
-        self.lines = DerivedLines(folder, observers or [])
+        self.path, self.lines = (folder.path if folder else path), DerivedLines(folder, observers or [])
         self.start_layout = Layout.from_tensors(blocks.name_start(synchronizer.parameters, synchronizer.buffers))
         self.format = find_format(config.links.wire)
         self.contribution_layout = layout_of(self.format, blocks.PSEUDO_GRADIENT, synchronizer.parameters, synchronizer.buffers)
