@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -150,7 +151,9 @@ class RunClient:
         except Refused as refusal:
             _raise_if_ended(refusal)
             raise
-        if self._joined.terms.wire != WHOLE and (self._codes is None or not self._codes.fit(self._joined)):
+        if self._codes is not None and not self._codes.fit(self._joined):
+            self._codes = None
+        if self._joined.terms.wire != WHOLE and self._codes is None:
             from heloco.cluster.client.contribution_codes import ContributionCodes
 
             self._codes = ContributionCodes(self._joined)
@@ -265,8 +268,8 @@ class RunClient:
         self.doing = "receiving"
 
         def fetch(ticket: Ticket) -> dict[str, Tensor]:
-            fetch_it = lambda: self.link.fetch(ticket, assignment.key, layout, assignment.start_digest)  # noqa: E731
-            start, self.download = timed_transfer(layout.size, fetch_it)
+            request = partial(self.link.fetch, ticket, assignment.key, layout, assignment.start_digest)
+            start, self.download = timed_transfer(layout.size, request)
             return start
 
         return self._call(fetch)
