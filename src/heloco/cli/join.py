@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from heloco.cluster.protocol.link import Link
     from heloco.report.run_state import RunState
 
-PIPE_COLUMNS = 160
-"""Width of the table if the output is not a terminal."""
-
 
 def add_join_flags(parser: Parser) -> None:
     add_address_flags(parser, "worker")
@@ -146,11 +143,10 @@ def end_with_stdin() -> None:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from heloco.cli.prose import terminal_width, wrap_line
+    from heloco.cli.prose import wrap_line
     from heloco.cli.serve_view import machines_table, status_lines
     from heloco.cluster.protocol.messages import to_plain
+    from heloco.report.table_text import wide_console
 
     if not arguments.json and (state := state_in_folder(named_address(arguments))) is not None:
         print_state(state)
@@ -161,7 +157,7 @@ def status(arguments: argparse.Namespace) -> int:
         return 0
     for line in status_lines(run_status):
         print(wrap_line(line))
-    Console(width=terminal_width() or PIPE_COLUMNS).print(machines_table(run_status))
+    wide_console().print(machines_table(run_status))
     return 0
 
 
@@ -184,14 +180,13 @@ def state_in_folder(address: str) -> "RunState | None":
 
 def print_state(state: "RunState") -> None:
     """Prints the state of a run that was read from its folder."""
-    from rich.console import Console
-
-    from heloco.cli.prose import terminal_width, wrap_line
+    from heloco.cli.prose import wrap_line
     from heloco.report.fitted_table import FittedTable
     from heloco.report.state_terminal import machine_states_table, state_line
+    from heloco.report.table_text import wide_console
 
     print(wrap_line(f"{state.name}: {state_line(state)}."))
     if state.goes_on:
         print(f"`{state.goes_on}` goes on with it.")
     if state.machines:
-        Console(width=terminal_width() or PIPE_COLUMNS).print(FittedTable(machine_states_table(state)))
+        wide_console().print(FittedTable(machine_states_table(state)))
