@@ -190,7 +190,7 @@ def test_machines_and_pauses_by_what_the_run_says(service: Service, clock: Clock
     assert last_status.heard is not None
     assert (state.kind, state.arrivals, state.planned, state.goes_on) == ("going", 4, 20, "")
     assert state.per_minute is not None and state.left_s == pytest.approx(16 / state.per_minute * 60, rel=0.01)
-    first, second = state.machines[:2]  # behind them is the one that brought the model and left
+    first, second = state.machines[:2]  # after them comes the one that brought the model and left
     assert (first.name, first.presence, first.worker, first.arrivals) == ("one", "here", "0", 4)
     assert (second.name, second.presence, second.worker, second.arrivals) == ("other", "here", "1", 0)
     assert first.heard_at == pytest.approx(last_status.heard.at - 3, abs=1.5)
@@ -211,6 +211,17 @@ def test_machines_and_pauses_by_what_the_run_says(service: Service, clock: Clock
     state = state_watch.look()
     assert (state.kind, state.reason, state.goes_on) == ("stopped", "enough for today", f"heloco serve {run.path}")
     assert {machine.presence for machine in state.machines} == {"gone"}
+
+
+def test_the_machines_of_a_suspended_run_are_awaited(service: Service) -> None:
+    Hand(service, "one").work(0)
+    service.admin.suspend("the head is updated")
+    run, last_status = Run(service.state.folder), LastStatus()
+    last_status.take(service.admin.status())
+    state = StateWatch(run, last_status).look()
+    assert (state.kind, state.label, state.reason) == ("suspended", "suspended", "the head is updated")
+    assert state.goes_on == f"heloco serve {run.path}" and state.has_ended
+    assert {machine.name: machine.presence for machine in state.machines}["one"] == "away"
 
 
 def test_without_a_status_the_journal_tells_of_machines_and_pauses(service: Service, clock: Clock) -> None:

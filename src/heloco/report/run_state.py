@@ -32,6 +32,8 @@ LABELS: dict[StateKind, str] = {
 }  # fmt: skip
 """What a reader is shown for each kind of state."""
 ENDED: frozenset[StateKind] = frozenset({"suspended", "finished", "stopped", "gave-up", "failed"})
+CONTINUED_BY_COMMAND: frozenset[StateKind] = frozenset({"silent", "suspended", "stopped", "failed"})
+"""States in which a reader is told the command that goes on with the run. The reason of a run that gave up has it."""
 STATUS_LASTS_S = 5.0
 """After this many seconds a status no longer says what is."""
 GROWTH_LASTS_S = 60.0
@@ -142,12 +144,7 @@ class StateWatch:
     # ---- what goes on
 
     def _command_to_go_on(self, kind: StateKind) -> str:
-        if self.last_status.is_copy or kind not in (
-            "silent",
-            "suspended",
-            "stopped",
-            "failed",
-        ):  # the reason of one that gave up has it
+        if self.last_status.is_copy or kind not in CONTINUED_BY_COMMAND:
             return ""
         return f"heloco {'serve' if self.run.facts.is_real else 'resume'} {self.run.path}"
 
